@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, Literal
 
-Refused = Literal["job", "ranks", "command", "settings", "data", "script"]
+RefusalKind = Literal["job", "ranks", "command", "settings", "data", "script"]
 """What an error refuses: the job as a whole, its number of ranks, what the command or a call says, a setting, the data,
 or what the script does."""
 
@@ -32,16 +32,16 @@ class RollbackError(Exception):
     """Base of all errors meant for the reader. `hint` says what to do next."""
 
     exit_code = ExitCode.FAILED
-    refuses: Refused = "job"
+    refuses: RefusalKind = "job"
 
-    def __init_subclass__(cls, exit_code: ExitCode | None = None, refuses: Refused | None = None) -> None:
+    def __init_subclass__(cls, exit_code: ExitCode | None = None, refuses: RefusalKind | None = None) -> None:
         if exit_code is not None:
             cls.exit_code = exit_code
         if refuses is not None:
             cls.refuses = refuses
 
     def __init__(
-        self, message: str, *, hint: str | None = None, exit_code: int | None = None, refuses: Refused | None = None
+        self, message: str, *, hint: str | None = None, exit_code: int | None = None, refuses: RefusalKind | None = None
     ) -> None:
         super().__init__(message)
         self.message = message

@@ -71,16 +71,16 @@ def beat(ranks: int) -> dict[str, float]:
 
 def shared_operations(ranks: int) -> dict[str, float]:
     """Files that all hosts together visit in a second, by reason."""
-    from rollback.rundir import beacon
+    from rollback.rundir import host_records
     from rollback.rundir.paths import RunPaths
     from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, SharedMeeting
-    from rollback.supervisor.nodes.protocol import NodeReport, Orders
+    from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport
     from rollback.train.process.heartbeat import seconds_between_files
 
     hosts = max(1, ranks // PER_HOST)
     if hosts == 1:
         return {"shared_operations": round(2 * ranks / seconds_between_files(ranks), 1)}
-    visits, now, really = [0], [0.0], (beacon.read_in_place, time)
+    visits, now, really = [0], [0.0], (host_records.read_in_place, time)
 
     def read(path: Path) -> bytes:
         visits[0] += 1
@@ -97,8 +97,8 @@ def shared_operations(ranks: int) -> dict[str, float]:
         for number in range(hosts):
             told = NodeReport(node=f"node-{number}", launch=f"h{number}:1", host=f"h{number}", pid=1)
             _show(paths.node(f"node-{number}"), told.model_dump_json().encode())
-        _show(paths.orders, Orders(leader="h0:1", host="h0", pid=1).model_dump_json().encode())
-        beacon.read_in_place, beacon.time = read, Clock  # type: ignore[assignment,attr-defined]
+        _show(paths.orders, LeaderOrders(leader="h0:1", host="h0", pid=1).model_dump_json().encode())
+        host_records.read_in_place, host_records.time = read, Clock  # type: ignore[assignment,attr-defined]
         try:
             counts = []
             for pattern in (REPORTS, ORDERS):
@@ -109,7 +109,7 @@ def shared_operations(ranks: int) -> dict[str, float]:
                     now[0] += 0.1
                 counts.append(visits[0] / _SECONDS)
         finally:
-            beacon.read_in_place, beacon.time = really  # type: ignore[attr-defined]
+            host_records.read_in_place, host_records.time = really  # type: ignore[attr-defined]
         meeting = SharedMeeting(paths, hosts)
     parts = {
         "leader": counts[0],

@@ -25,7 +25,8 @@ import numpy as np
 
 from detectors import PEERS, Detector
 from formula_traces import formula_traces
-from rollback.sentinel import PRESETS, Hint, Kind, Observation, Sensitivity, Sentinel
+from rollback.config import Sensitivity
+from rollback.sentinel import PRESETS, Hint, Kind, Observation, Sentinel
 from traces import Trace, load_traces
 
 REACH = 200

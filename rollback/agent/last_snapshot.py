@@ -44,11 +44,13 @@ def _is_left_alone(last: Path) -> bool:
     if not hosts.exists() or json.loads(hosts.read_text())["attempt"] != int(os.environ[ENV_ATTEMPT]):
         return False
     end_marks: Any = importlib.import_module("rollback.checkpoints.fast_tier.end_marks")
-    last_account: Any = importlib.import_module("rollback.checkpoints.fast_tier.last_account")
+    last_snapshot_result: Any = importlib.import_module("rollback.checkpoints.fast_tier.last_snapshot_result")
     paths = end_marks.EndMarkPaths(last)
     ranks = end_marks.ranks_of(paths)
     left = all(end_marks.has_left(paths, rank) for rank in ranks)
-    return not (left or last_account.read_accounts(paths) or any(end_marks.is_heard(paths, rank) for rank in ranks))
+    return not (
+        left or last_snapshot_result.read_results(paths) or any(end_marks.is_heard(paths, rank) for rank in ranks)
+    )
 
 
 def start_anew(arguments: Sequence[str]) -> subprocess.Popen[bytes]:

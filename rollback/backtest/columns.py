@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.backtest.steps import counted_on
-from rollback.backtest.table import Cell, Table
+from rollback.backtest.table import Cell, LogTable
 from rollback.errors import UsageError
 from rollback.sentinel import Hint, Observation, learning_rate_hint
 from rollback.wording import first_few
@@ -55,7 +55,7 @@ class Columns:
     hints: str | None = None
 
 
-def find_columns(path: Path, table: Table, overrides: Overrides) -> Columns:
+def find_columns(path: Path, table: LogTable, overrides: Overrides) -> Columns:
     """The columns that matter. Raises UsageError if there is no loss, or none of the name that was asked for."""
     found: dict[str, str | None] = {}
     for meaning in _EXACT:
@@ -71,11 +71,11 @@ def find_columns(path: Path, table: Table, overrides: Overrides) -> Columns:
     return Columns(loss=loss, **found)
 
 
-def _listed(table: Table) -> str:
+def _listed(table: LogTable) -> str:
     return first_few([*map(repr, table)], 12) or "no columns"
 
 
-def _guess(meaning: str, table: Table) -> str | None:
+def _guess(meaning: str, table: LogTable) -> str | None:
     plain = {re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_"): name for name in reversed(table)}
     for candidate in _EXACT[meaning].split():
         if candidate in plain:
@@ -84,7 +84,7 @@ def _guess(meaning: str, table: Table) -> str | None:
     return plain[min(matching, key=lambda name: ("train" not in name, len(name), name))] if matching else None
 
 
-def observations(path: Path, table: Table, columns: Columns) -> tuple[list[Observation], list[str]]:
+def observations(path: Path, table: LogTable, columns: Columns) -> tuple[list[Observation], list[str]]:
     """What the sentinel would have seen: a row for each that has a loss, with the hints that the log implies; and what
     was assumed to read it so, in words.
 
@@ -128,7 +128,7 @@ def _begun(epochs: Sequence[float | None]) -> frozenset[int]:
     return frozenset(row for (_, last), (row, now) in itertools.pairwise(known) if now > last)
 
 
-def _steps(path: Path, table: Table, columns: Columns) -> list[int]:
+def _steps(path: Path, table: LogTable, columns: Columns) -> list[int]:
     """Each row's step; counted where the log has none. A row without one belongs to the step before it.
 
     Raises UsageError for a number that is no step, as a time in nanoseconds: a run counts up to 2**53.
@@ -150,7 +150,7 @@ def _steps(path: Path, table: Table, columns: Columns) -> list[int]:
     return steps
 
 
-def _numbers(path: Path, table: Table, name: str | None) -> list[float | None]:
+def _numbers(path: Path, table: LogTable, name: str | None) -> list[float | None]:
     if name is None:
         return []
     for row, cell in enumerate(table[name], start=1):

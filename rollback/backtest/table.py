@@ -17,7 +17,7 @@ from rollback.errors import UsageError
 from rollback.rundir.paths import RunPaths
 
 Cell = float | str | None
-Table = dict[str, list[Cell]]
+LogTable = dict[str, list[Cell]]
 """Columns by name, all of one length, in the file's order. None where a row has no value."""
 
 _SUPPORTED = "CSV, TSV, JSON lines, Hugging Face trainer_state.json, TensorBoard event files and npz are read"
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 20
 _FILES_NAMED = 3
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> LogTable:
     """The columns of a log. Raises UsageError for a file that is missing, empty, binary or malformed."""
     content = _content(path)
     head = content[:_SNIFFED]
@@ -89,7 +89,7 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"{path} cannot be read: {error.strerror}", hint="name an existing log file")
 
 
-def _from_npz(path: Path, content: bytearray) -> Table:
+def _from_npz(path: Path, content: bytearray) -> LogTable:
     """Arrays of one dimension in a NumPy archive. Object arrays, which would need unpickling, are refused."""
     import numpy
 
@@ -105,7 +105,7 @@ def _from_npz(path: Path, content: bytearray) -> Table:
     return {name: [float(value) for value in array] for name, array in flat.items()}
 
 
-def _from_csv(path: Path, text: str) -> Table:
+def _from_csv(path: Path, text: str) -> LogTable:
     lines = [line for line in text.split("\n") if line.strip()]
     delimiter = max("\t,;", key=lines[0].count)
     rows = _separated(path, lines, delimiter) if lines[0].count(delimiter) else ([cell] for cell in lines)
@@ -132,7 +132,7 @@ def _separated(path: Path, lines: list[str], delimiter: str) -> Iterator[list[st
         yield row
 
 
-def _named(path: Path, rows: list[list[str]]) -> Table:
+def _named(path: Path, rows: list[list[str]]) -> LogTable:
     header = [cell.strip() for cell in rows[0]]
     if all(isinstance(_cell(cell), float) for cell in header):
         names = {1: ["loss"], 2: ["step", "loss"], 3: ["step", "loss", "grad_norm"]}.get(len(header))
@@ -140,7 +140,7 @@ def _named(path: Path, rows: list[list[str]]) -> Table:
             raise UsageError(f"{path} has {len(header)} columns and no header", hint="add a first line that names them")
         header, rows = names, [[], *rows]
     named, header = header, _told_apart(header)
-    table: Table = {name: [] for name in header if name}
+    table: LogTable = {name: [] for name in header if name}
     for number, row in enumerate(rows[1:], start=2):
         cells = [cell.strip() for cell in row]
         if cells == named:
@@ -212,9 +212,9 @@ def _json_lines(path: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _columns_of(rows: Iterable[dict[str, Any]]) -> Table:
+def _columns_of(rows: Iterable[dict[str, Any]]) -> LogTable:
     """Columns from records. Records that hold other records are flattened with `/`, as trackers write them."""
-    table: Table = {}
+    table: LogTable = {}
     for count, row in enumerate(rows):
         for name, value in _flat(row, ""):
             table.setdefault(name, [None] * count).append(_number(value))

@@ -23,7 +23,7 @@ def on_record(history: History, names: Iterable[str]) -> list[CheckpointName]:
     committed, and no rollback has cut them off."""
     timelines = {CheckpointName(name): history.committed[name].timeline for name in names if name in history.committed}
     belongs = _of_the_run(history, min(timelines.values(), default=0))
-    return [name for name in sorted(timelines, key=lambda name: name.order) if belongs(name, timelines[name])]
+    return [name for name in sorted(timelines, key=lambda name: name.sort_key) if belongs(name, timelines[name])]
 
 
 def _of_the_run(history: History, oldest: int) -> Callable[[str, int], bool]:
@@ -40,13 +40,13 @@ def _of_the_run(history: History, oldest: int) -> Callable[[str, int], bool]:
         if plan.timeline <= oldest:  # timelines only grow
             break
         if planned := CheckpointName.parse(plan.checkpoint):
-            beyond.append((plan.timeline, min(planned.order, beyond[-1][1] if beyond else planned.order)))
+            beyond.append((plan.timeline, min(planned.sort_key, beyond[-1][1] if beyond else planned.sort_key)))
     timelines = [-timeline for timeline, _ in beyond]
 
     def belongs(name: str, timeline: int) -> bool:
         # Not by the number alone: a last snapshot that is asked for while ranks train on has that of their next one.
         later = bisect_left(timelines, -timeline)
-        is_cut_off = later > 0 and CheckpointName(name).order > beyond[later - 1][1]
+        is_cut_off = later > 0 and CheckpointName(name).sort_key > beyond[later - 1][1]
         return name not in history.discarded and not is_cut_off
 
     return belongs
@@ -104,9 +104,9 @@ def beyond_the_record(history: History, taken: Iterable[Manifest]) -> list[str]:
     A crash may leave two without their lines: the one that was just made, and the last snapshot of that attempt. An
     attempt is on record before it makes any.
     """
-    newest = max((CheckpointName(name).order for name in history.committed), default=(-1, -1))
+    newest = max((CheckpointName(name).sort_key for name in history.committed), default=(-1, -1))
     last_attempt = max(history.reached, default=0)
-    beyond = sorted((it for it in taken if it.order > newest), key=lambda manifest: manifest.order)
+    beyond = sorted((it for it in taken if it.sort_key > newest), key=lambda manifest: manifest.sort_key)
     if len({it.name for it in beyond}) > _UNNAMED or any(it.attempt > last_attempt for it in beyond):
         return list(dict.fromkeys(it.name for it in beyond))
     return []
@@ -134,5 +134,5 @@ def next_seq(history: History, on_disk: Iterable[str]) -> int:
 
     The newest may have left the ring. Its number must not come back: the record says of its name that it was discarded.
     """
-    names = {*on_disk, *history.committed, *history.discarded, *history.gone}
+    names = {*on_disk, *history.committed, *history.discarded, *history.left_run_directory}
     return max((parsed.seq for name in names if (parsed := CheckpointName.parse(name))), default=-1) + 1

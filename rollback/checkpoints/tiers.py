@@ -120,7 +120,7 @@ def is_whole(place: Located) -> bool:
 
 
 @contextlib.contextmanager
-def held(place: Located) -> Iterator[Callable[[], None]]:
+def hold_slot(place: Located) -> Iterator[Callable[[], None]]:
     """Keep a checkpoint where it is while it is read. Raises CheckpointUnusable where it has left already.
 
     Gives what lets it go before: for a reader that is kept waiting, as ranks want the slot. Who reads on compares

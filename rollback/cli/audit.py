@@ -112,11 +112,11 @@ def _write_samples(run: Path, form: Format, output: Path | None) -> None:
 
 
 def _write_suspects(run: Path, form: Format, output: Path | None) -> None:
-    from rollback.inspect.audit.quarantine import in_words, read_sample_account
+    from rollback.inspect.audit.quarantine import in_words, read_sample_report
 
-    account = read_sample_account(run)
-    _write_answer(account, in_words, run, form, output)
-    say_notices(account.notices)
+    report = read_sample_report(run)
+    _write_answer(report, in_words, run, form, output)
+    say_notices(report.notices)
 
 
 def _write_answer(

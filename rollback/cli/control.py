@@ -10,7 +10,7 @@ from rollback.errors import UsageError
 from rollback.terminal.messages import say
 
 if TYPE_CHECKING:
-    from rollback.control.asking import Asked
+    from rollback.control.asking import SubmittedRequest
 
 CONTROL_CODES = (
     "Exit codes: 0 carried out, or handed in with --no-wait or to a run that is not running; 1 refused by the ranks, "
@@ -93,7 +93,7 @@ def stop(
     _finish(ask_to_stop(run, who or default_who(), why), json, wait, timeout)
 
 
-def _finish(asked: "Asked", json: bool, wait: bool, timeout: float) -> None:
+def _finish(asked: "SubmittedRequest", json: bool, wait: bool, timeout: float) -> None:
     from rollback.control.asking import wait_for_answer, without_waiting
 
     if asked.notice:

@@ -19,7 +19,7 @@ from rollback.live.screen import Screen
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import ENV_SEAL, use
 from rollback.supervisor import preflight
-from rollback.supervisor.attempts import LaunchOrder
+from rollback.supervisor.attempts import LaunchOptions
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
@@ -76,7 +76,7 @@ def launch(
     expects_guard = any(
         [run is not None, restart_budget is not None, settings.model_fields_set, trackers, seal, adopt == "strict"]
     )
-    order = LaunchOrder(
+    options = LaunchOptions(
         paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
         spare_nodes or 0, preflight.require_replicas(replicas, settings), preload=preload is not False,
         expects_guard=expects_guard,
@@ -84,20 +84,20 @@ def launch(
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals(str(flags.get("signals-to-handle", ""))) as signals, signals.ignored_from_its_end_on():
-        result = _run(order, trackers, signals, unprotected_if_refused=adopt == "notice")
+        result = _run(options, trackers, signals, unprotected_if_refused=adopt == "notice")
         say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
         raise typer.Exit(result.exit_code)
 
 
 def _run(
-    order: LaunchOrder, trackers: Sequence[str], signals: StopSignals, *, unprotected_if_refused: bool
+    options: LaunchOptions, trackers: Sequence[str], signals: StopSignals, *, unprotected_if_refused: bool
 ) -> RunResult:
-    root = order.paths.root
+    root = options.paths.root
     with _audience(root) as screen, trackers_beside(root, trackers, screen.say, lambda: len(signals.received)):
-        if (notice := preflight.notice_of_spawn(order.job.script, order.job.flags)) is not None:
+        if (notice := preflight.notice_of_spawn(options.job.script, options.job.flags)) is not None:
             screen.say(notice)
         try:
-            return supervise(order, screen, signals)
+            return supervise(options, screen, signals)
         except ScriptRefused as error:
             if not unprotected_if_refused:
                 raise
@@ -108,14 +108,14 @@ def _run(
                     hint="the same command starts it", exit_code=ExitCode.RESUMABLE,
                 ) from None  # fmt: skip
             screen.say("starting the script as torchrun would")
-            return supervise(_unprotected(order), screen, signals)
+            return supervise(_unprotected(options), screen, signals)
 
 
-def _unprotected(order: LaunchOrder) -> LaunchOrder:
+def _unprotected(options: LaunchOptions) -> LaunchOptions:
     """The same job without a guard. The record that a guard may have begun, in the run directory and at the ring's URL,
     is not its: what becomes of this job would be the end of that run."""
-    paths = RunPaths(order.paths.root.with_name(f"{order.paths.root.name}-unprotected"))
-    return replace(order, paths=paths, job=replace(order.job, runner=()), expects_guard=False, fetches=False)
+    paths = RunPaths(options.paths.root.with_name(f"{options.paths.root.name}-unprotected"))
+    return replace(options, paths=paths, job=replace(options.job, runner=()), expects_guard=False, fetches=False)
 
 
 def _tracker_flags(tensorboard: str | None, wandb: str | None, run: Path) -> list[str]:

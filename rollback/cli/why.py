@@ -20,9 +20,9 @@ def why(
 
     Works on a running, dead or finished run, and writes nothing into it.
     """
-    from rollback.inspect.why.text import print_account
-    from rollback.inspect.why.why import read_account
+    from rollback.inspect.why.text import print_attempt_report
+    from rollback.inspect.why.why import read_attempt_report
 
-    account = read_account(run, attempt)
-    say_notices(account.notices)
-    show(account, print_account, json=json)
+    report = read_attempt_report(run, attempt)
+    say_notices(report.notices)
+    show(report, print_attempt_report, json=json)

@@ -18,11 +18,11 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from rollback.errors import ExitCode, NoUsableCheckpoint, RunDirectoryError, UsageError
-from rollback.facts.training import Answered, Order, Window
+from rollback.facts.training import Answered, RequestKind, Window
 from rollback.inspect.document import Document
 from rollback.inspect.record.reading import require_run_directory
 from rollback.inspect.ring.checkpoints import has_memory_elsewhere, read_held
-from rollback.inspect.status.status import Status, read_status
+from rollback.inspect.status.status import RunStatus, read_status
 from rollback.rundir import requests
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.lock import launch_of
@@ -38,7 +38,7 @@ class Reply(Document):
     """Schema of `rollback rewind|skip|stop --json`, version 1."""
 
     request: str = Field(description="its name in the run's journal")
-    order: Order
+    order: RequestKind
     state: Literal["carried_out", "refused", "open"] = Field(
         description="open: handed in, and not answered when this was printed"
     )
@@ -52,7 +52,7 @@ class Reply(Document):
 
 
 @dataclass(frozen=True)
-class Asked:
+class SubmittedRequest:
     """A request that has been handed in. live: whether there seems to be a job that will see it."""
 
     paths: RunPaths
@@ -70,7 +70,7 @@ def default_who() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -> Asked:
+def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -> SubmittedRequest:
     """Hand in a request to go back to the newest checkpoint at or before step `to`."""
     paths, status = _standing(run)
     if status.step is not None and to > status.step:
@@ -106,7 +106,7 @@ def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -
     return _submit(paths, status, notice, order="rewind", to=to, checkpoint=name, skip=skip, who=who, why=why)
 
 
-def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:
+def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> SubmittedRequest:
     paths, status = _standing(run)
     held = read_held(run)
     # A job that is not running goes on from its newest checkpoint.
@@ -124,21 +124,21 @@ def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:
     return _submit(paths, status, notice, order="skip", skip=skip, who=who, why=why)
 
 
-def ask_about_samples(run: Path, samples: Sequence[int], release: bool, who: str, why: str) -> Asked:
+def ask_about_samples(run: Path, samples: Sequence[int], release: bool, who: str, why: str) -> SubmittedRequest:
     """Hand in a request to leave data set samples out from now on, or to take them in again."""
     paths, status = _standing(run)
     order = "release" if release else "quarantine"
     return _submit(paths, status, None, order=order, samples=tuple(samples), who=who, why=why)
 
 
-def ask_to_stop(run: Path, who: str, why: str) -> Asked:
+def ask_to_stop(run: Path, who: str, why: str) -> SubmittedRequest:
     paths, status = _standing(run)
     if status.state not in _LIVE:
         raise UsageError(f"{run} is not running, so there is nothing to stop", hint="`rollback status` shows more")
     return _submit(paths, status, None, order="stop", who=who, why=why, launch=launch_of(paths))
 
 
-def wait_for_answer(asked: Asked, seconds: float) -> Reply:
+def wait_for_answer(asked: SubmittedRequest, seconds: float) -> Reply:
     """Wait until the ranks have answered, `seconds` have passed, or nobody is left who could answer."""
     now, journal = time.monotonic(), asked.paths.train_journal
     until, look_at, size, gone = now + seconds, now + _LOOK_FOR_LIFE, -1, 0
@@ -162,39 +162,41 @@ def wait_for_answer(asked: Asked, seconds: float) -> Reply:
         time.sleep(_POLL)
 
 
-def without_waiting(asked: Asked) -> Reply:
+def without_waiting(asked: SubmittedRequest) -> Reply:
     """What there is to say of a request that nobody waits for."""
     text = "handed in; the ranks take it up at the end of a step" if asked.live else _later(asked)
     return _reply(asked, "open", text, waited=False)
 
 
-def _later(asked: Asked) -> str:
+def _later(asked: SubmittedRequest) -> str:
     if asked.request.order == "stop":
         return "a later start is not stopped by it"
     return "it will be carried out when the run is started again, before its first batch"
 
 
-def _still(asked: Asked) -> str:
+def _still(asked: SubmittedRequest) -> str:
     if asked.request.order == "stop":  # of a copied directory nobody may ever look
         return f"the ranks of this launch stop if they see it yet; {_later(asked)}"
     return "it stays on record and will be"
 
 
-def _wait_for_end(asked: Asked, until: float) -> None:
+def _wait_for_end(asked: SubmittedRequest, until: float) -> None:
     """A job that has stopped needs a moment to leave the run directory to the next one."""
     while asked.request.order == "stop" and launch_of(asked.paths) == asked.request.launch and time.monotonic() < until:
         time.sleep(_POLL)
 
 
-def _answer(asked: Asked) -> Answered | None:
+def _answer(asked: SubmittedRequest) -> Answered | None:
     return fold_journal(asked.paths.train_journal).history.answers.get(asked.name)
 
 
-def _reply(asked: Asked, state: Literal["carried_out", "refused", "open"], text: str, *, waited: bool = True) -> Reply:
+def _reply(
+    asked: SubmittedRequest, state: Literal["carried_out", "refused", "open"], text: str, *, waited: bool = True
+) -> Reply:
     return Reply(request=asked.name, order=asked.request.order, state=state, text=text, waited=waited)
 
 
-def _standing(run: Path) -> tuple[RunPaths, Status]:
+def _standing(run: Path) -> tuple[RunPaths, RunStatus]:
     """Raises UsageError where there is nothing to ask, or nobody will ever look."""
     paths = require_run_directory(run)
     status = read_status(run)
@@ -222,11 +224,13 @@ def _standing(run: Path) -> tuple[RunPaths, Status]:
     return paths, status
 
 
-def _submit(paths: RunPaths, status: Status, notice: str | None, *, who: str, why: str, **order: object) -> Asked:
+def _submit(
+    paths: RunPaths, status: RunStatus, notice: str | None, *, who: str, why: str, **order: object
+) -> SubmittedRequest:
     try:
         request = Request.model_validate({**order, "who": who, "why": why, "at": requests.now()})
     except ValidationError as error:
         first = error.errors()[0]
         where = f"--{'-'.join(map(str, first['loc']))}: " if first["loc"] else ""
         raise UsageError(f"{where}{first['msg'].removeprefix('Value error, ')}") from error
-    return Asked(paths, requests.submit(paths, request), request, status.state in _LIVE, notice)
+    return SubmittedRequest(paths, requests.submit(paths, request), request, status.state in _LIVE, notice)

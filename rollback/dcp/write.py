@@ -1,6 +1,6 @@
 """Writes a checkpoint of a run as one of torch.distributed.checkpoint (`rollback ring export --dcp`).
 
-DCP's own writer writes it, from stand-ins without values; each tensor is read when its turn comes. It has a file for
+DCP's own writer writes it, from placeholders without values; each tensor is read when its turn comes. It has a file for
 each tensor: into one file, the writer would take all of them into memory.
 """
 
@@ -52,22 +52,22 @@ def export_dcp(run: ReadableRun, word: str | None, output: Path, *, force: bool 
             raise UsageError(f"{run.name} has no run.json, which says what its model is", hint="restore it from a copy")
         model, left_out = found.model()
         optimizer = _optimizer_state(found.contents, [name for name, _, _ in identity.job.model])
-        stand_ins: dict[int, Stored | StoredParts] = {}
-        state = {MODEL: _stand_ins(model, stand_ins), OPTIMIZER: _stand_ins(optimizer, stand_ins)}
+        placeholders: dict[int, Stored | StoredParts] = {}
+        state = {MODEL: _placeholders(model, placeholders), OPTIMIZER: _placeholders(optimizer, placeholders)}
         with _replacing_directory(output) as temporary:
             writer = FileSystemWriter(temporary, single_file_per_rank=False, per_thread_copy_ahead=0)
             try:
                 with warnings.catch_warnings():  # that it saves from one process, which is what is wanted
                     warnings.simplefilter("ignore", UserWarning)
-                    save(state, storage_writer=writer, planner=_Planner(stand_ins), no_dist=True)
+                    save(state, storage_writer=writer, planner=_Planner(placeholders), no_dist=True)
             except CheckpointException as error:
                 raise _first_cause(error) from error
             size = sum(path.stat().st_size for path in temporary.iterdir())
-    return Exported(found.name, found.manifest.step, len(stand_ins), size, left_out, found.notices)
+    return Exported(found.name, found.manifest.step, len(placeholders), size, left_out, found.notices)
 
 
 class _Planner(DefaultSavePlanner):
-    """Of stand-ins: the tensor itself is read when it is written."""
+    """Of placeholders: the tensor itself is read when it is written."""
 
     def __init__(self, stored: Mapping[int, Stored | StoredParts]) -> None:
         super().__init__()
@@ -83,17 +83,17 @@ class _Planner(DefaultSavePlanner):
         return made
 
 
-def _stand_ins(value: Any, stored: dict[int, Stored | StoredParts]) -> Any:
+def _placeholders(value: Any, stored: dict[int, Stored | StoredParts]) -> Any:
     """The state with a tensor without values for each one that is stored, which is noted by that tensor's id."""
     if isinstance(value, Stored | StoredParts):
         dtype = getattr(torch, DTYPE_NAME[value.entry.dtype])
-        stand_in = torch.empty(value.entry.shape, dtype=dtype, device="meta")
-        stored[id(stand_in)] = value
-        return stand_in
+        placeholder = torch.empty(value.entry.shape, dtype=dtype, device="meta")
+        stored[id(placeholder)] = value
+        return placeholder
     if isinstance(value, Mapping):
-        return {key: _stand_ins(item, stored) for key, item in value.items()}
+        return {key: _placeholders(item, stored) for key, item in value.items()}
     if isinstance(value, list):
-        return [_stand_ins(item, stored) for item in value]
+        return [_placeholders(item, stored) for item in value]
     return value.item() if isinstance(value, np.generic) else value  # DCP pickles what is no tensor
 
 

@@ -53,7 +53,7 @@ class JournalledModel(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="
     """Base of what a journal's line has."""
 
     def __init__(self, **fields: Any) -> None:
-        super().__init__(**{name: spelt_out(value) for name, value in fields.items()})
+        super().__init__(**{name: escape_surrogates(value) for name, value in fields.items()})
 
     # So a line is validated without this call: a journal has half a million, and hardly one needs it.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ class Fact(JournalledModel):
 _NOTHING: set[str] = set()
 
 
-def forget_what_was_given(facts: Iterable[Fact]) -> None:
+def drop_fields_set(facts: Iterable[Fact]) -> None:
     """Give up the names of the fields that were given and did not take their defaults. Nobody asks a fact for them, and
     these sets are a third of the memory of a long run's facts."""
     give_up = object.__setattr__  # a fact does not change otherwise
@@ -115,14 +115,14 @@ def forget_what_was_given(facts: Iterable[Fact]) -> None:
         give_up(fact, "__pydantic_fields_set__", _NOTHING)
 
 
-def spelt_out(value: Any) -> Any:
+def escape_surrogates(value: Any) -> Any:
     """The value with lone surrogates escaped: an exception that quotes an undecodable path must not fail the
     journal."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
-        return {spelt_out(key): spelt_out(item) for key, item in value.items()}
-    return [spelt_out(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {escape_surrogates(key): escape_surrogates(item) for key, item in value.items()}
+    return [escape_surrogates(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def by_whom(who: str | None, why: str | None) -> str:

@@ -94,8 +94,8 @@ class History:
     committed: dict[str, Committed] = field(default_factory=dict)
     good: set[str] = field(default_factory=set)
     discarded: set[str] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
-    let_go: set[str] = field(default_factory=set)
+    left_run_directory: set[str] = field(default_factory=set)
+    left_memory: set[str] = field(default_factory=set)
     """Checkpoints that the run itself has let go of in memory. A copy of such a one may lie in a ring."""
     advised: set[str] = field(default_factory=set)
     phases: set[int] = field(default_factory=set)
@@ -138,10 +138,10 @@ class History:
         return self.cases[-1].plan if self.cases and self.cases[-1].pending else None
 
     @property
-    def held(self) -> list[str]:
+    def restorable(self) -> list[str]:
         """Checkpoints that lie somewhere, by the record, in the order of their commits. What left memory may lie in a
         ring, but is never the newest, unless it was meant to be none: see `Schedule.go_on`."""
-        left = self.gone | self.discarded | self.let_go
+        left = self.left_run_directory | self.discarded | self.left_memory
         return [name for name in self.committed if name not in left]
 
     @property
@@ -237,19 +237,19 @@ def _note_committed(history: History, fact: Committed) -> None:
 
 def _note_left(history: History, fact: Evicted | CheckpointLost) -> None:
     if fact.tier == "durable":  # what was good stays so: it may lie in a ring further out
-        history.gone.add(fact.checkpoint)
+        history.left_run_directory.add(fact.checkpoint)
     elif isinstance(fact, Evicted):
-        history.let_go.add(fact.checkpoint)
+        history.left_memory.add(fact.checkpoint)
 
 
 def _note_quarantined(history: History, fact: Quarantined) -> None:
-    history.gone.add(fact.checkpoint)
+    history.left_run_directory.add(fact.checkpoint)
     history.spoiled |= {fact.checkpoint} & history.good
     history.good.discard(fact.checkpoint)
 
 
 def _note_fetched(history: History, fact: Fetched) -> None:
-    history.gone.discard(fact.checkpoint)
+    history.left_run_directory.discard(fact.checkpoint)
     history.good.add(fact.checkpoint)
 
 

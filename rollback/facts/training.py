@@ -46,7 +46,7 @@ from rollback.facts.supervisor import (
 
 Outcome = Literal["recovered", "repeated", "not_reproduced", "observed", "carried_out"] | GivingUp
 Action = Literal["rollback", "retry", "stop", "observe"]
-Order = Literal["rewind", "skip", "stop", "quarantine", "release"]
+RequestKind = Literal["rewind", "skip", "stop", "quarantine", "release"]
 THE_SUPERVISOR = "the supervisor"  # who added a skip window
 Wrapping = Literal["bare", "ddp", "sharded"]
 
@@ -311,7 +311,7 @@ class Requested(Fact):
 
     kind: Literal["request"] = "request"
     request: str
-    order: Order
+    order: RequestKind
     to: Count | None
     skip: Window | None
     who: str
@@ -382,7 +382,7 @@ AnyFact = Annotated[
 
 
 KINDS: frozenset[type[Fact]] = frozenset(get_args(get_args(AnyFact)[0]))
-TOLD: frozenset[type[Fact]] = KINDS - {Committed, BecameGood, Evicted}
+RARE_KINDS: frozenset[type[Fact]] = KINDS - {Committed, BecameGood, Evicted}
 """All but those that come with each checkpoint, which are most facts of a long run."""
 
 

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollback.inspect.status.status import Durable, Status, Work
+from rollback.inspect.status.status import Durable, RunStatus, Work
 from rollback.rundir.metrics.metric_lines import Metric
 from rollback.terminal.curve import Curve, draw, extent
 from rollback.terminal.messages import printable
@@ -34,7 +34,7 @@ class Curves:
                 curve.add(metric.step, value)
 
 
-def panel(status: Status | None, curves: Curves, width: int, seconds: float | None) -> Panel:
+def panel(status: RunStatus | None, curves: Curves, width: int, seconds: float | None) -> Panel:
     """The panel of a run. status: None before there is a record. width: columns. seconds: since the first fact."""
     width = min(width, _WIDEST)
     inner = max(10, width - 4)
@@ -53,13 +53,13 @@ def panel(status: Status | None, curves: Curves, width: int, seconds: float | No
     )
 
 
-def _title(status: Status, inner: int) -> Text:
+def _title(status: RunStatus, inner: int) -> Text:
     name = printable(Path(status.directory).resolve().name)
     title = Text.assemble((_cut(name, inner - 20), "bold"), " · ")
     return title.append(status.state, style=_STATES[status.state])
 
 
-def _subtitle(status: Status, seconds: float | None, inner: int) -> Text:
+def _subtitle(status: RunStatus, seconds: float | None, inner: int) -> Text:
     parts = [f"attempt {status.attempt}"] if status.attempt else []
     if status.world_size and inner >= _WIDE - 4:
         parts.append(f"{status.world_size} rank{'s' if status.world_size != 1 else ''}")
@@ -68,7 +68,7 @@ def _subtitle(status: Status, seconds: float | None, inner: int) -> Text:
     return Text(" · ".join(parts), style="dim")
 
 
-def _measures(status: Status, curves: Curves, inner: int) -> Table:
+def _measures(status: RunStatus, curves: Curves, inner: int) -> Table:
     """Step, rate, loss and gradient norm, with their curves."""
     grid = _grid()
     grid.add_column(no_wrap=True, width=_VALUE)
@@ -105,7 +105,7 @@ def _curve(curve: Curve, room: int, wide: bool) -> Table:
     return grid
 
 
-def _standing(status: Status, inner: int) -> Table:
+def _standing(status: RunStatus, inner: int) -> Table:
     """Checkpoints, incidents, and what is being done now."""
     grid = _grid()
     grid.add_column(overflow="fold")
@@ -123,7 +123,7 @@ def _standing(status: Status, inner: int) -> Table:
     return grid
 
 
-def _last_good(status: Status) -> Text:
+def _last_good(status: RunStatus) -> Text:
     if status.last_good is None:
         return Text("none yet", style="yellow")
     age = status.last_good_age
@@ -131,7 +131,7 @@ def _last_good(status: Status) -> Text:
     return Text(f"step {status.last_good.step:,}{ago}")
 
 
-def _ring(status: Status) -> Text:
+def _ring(status: RunStatus) -> Text:
     """A dot for each checkpoint, oldest first, and how many lie in which tier."""
     text = Text()
     shown = status.ring[-12:]
@@ -156,7 +156,7 @@ def _durable(durable: Durable) -> Text:
     return Text(_cut(printable(f"step {durable.step or 0:,}{place}"), _LONGEST))
 
 
-def _incidents(status: Status) -> Text:
+def _incidents(status: RunStatus) -> Text:
     if not (status.incidents or status.skipped_batches):
         return Text("none", style="dim")
     parts, restores = [f"{status.incidents - status.incidents_asked:,}"], status.rollbacks - status.rewinds_asked
@@ -169,7 +169,7 @@ def _incidents(status: Status) -> Text:
     return Text(" · ".join(parts))
 
 
-def _now(status: Status, room: int) -> RenderableType:
+def _now(status: RunStatus, room: int) -> RenderableType:
     if status.ending is not None and status.state != "running":
         how = status.ending.how.replace("_", " ")
         if status.durable is not None and status.holder is not None and status.holder.alive == "yes":

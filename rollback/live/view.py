@@ -7,7 +7,7 @@ from rich.panel import Panel
 
 from rollback.errors import RollbackError
 from rollback.facts.training import JournalEntry
-from rollback.inspect.status.status import Status, StatusReader
+from rollback.inspect.status.status import RunStatus, StatusReader
 from rollback.live.panel import Curves, panel
 from rollback.rundir.metrics.metric_lines import MetricTail
 from rollback.rundir.paths import RunPaths
@@ -25,12 +25,12 @@ class View:
         self._reader = StatusReader(root)
         self._metrics = MetricTail(RunPaths(root).metrics, _MEMORY)
         self._curves = Curves()
-        self.status: Status | None = None
+        self.status: RunStatus | None = None
         self.fault: RollbackError | None = None
         self.news: list[JournalEntry] = []
         """What was journalled between the last two glances; nothing at the first, where all is old."""
 
-    def refresh(self) -> Status | None:
+    def refresh(self) -> RunStatus | None:
         """Look again. What cannot be read now leaves the last status in place, and its reason in `fault`."""
         first = self.status is None
         try:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from rollback.inspect.status.status import Status
+from rollback.inspect.status.status import RunStatus
 from rollback.live.fact_lines import line_of
 from rollback.live.view import EVERY, View
 from rollback.terminal.canvas import Canvas
@@ -24,7 +24,7 @@ _OVER = ("ended", "died")
 _TIME = slice(11, 19)  # of day, in a journal's line
 
 
-def watch_panel(root: Path, console: Console) -> Status | None:
+def watch_panel(root: Path, console: Console) -> RunStatus | None:
     """The panel, until the run has ended, or until `q` or Ctrl-C. Returns the last status.
 
     Raises as `read_status` where the first look fails; what goes wrong later may pass."""
@@ -42,7 +42,7 @@ def watch_panel(root: Path, console: Console) -> Status | None:
     return view.status
 
 
-def watch_lines(root: Path, out: TextIO) -> Status | None:
+def watch_lines(root: Path, out: TextIO) -> RunStatus | None:
     """As `watch_panel` in plain lines: one every few seconds, and one for each thing that happens."""
     view, due, said = View(root), time.monotonic(), ""
     with contextlib.suppress(KeyboardInterrupt):
@@ -60,7 +60,7 @@ def watch_lines(root: Path, out: TextIO) -> Status | None:
     return view.status
 
 
-def standing(status: Status) -> str:
+def standing(status: RunStatus) -> str:
     """Where a run stands, in a line."""
     parts = [status.state + (f" ({status.doing})" if status.doing else "")]
     if status.step is not None:

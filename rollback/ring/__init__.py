@@ -1,1 +1,1 @@
-"""The durable ring: what is copied when, the thread that copies it, its helpers on other hosts, and the URL."""
+"""The durable ring: what is copied when, what copies it, on this host and on others, and the URL."""

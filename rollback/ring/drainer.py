@@ -31,12 +31,12 @@ from rollback.errors import (
 )
 from rollback.facts.history import History, fold
 from rollback.facts.training import Drained, DrainFailed, Fact, LeftDurableRing
-from rollback.ring.hosts import Others
+from rollback.ring.copy_requests import CopyingHosts
 from rollback.ring.in_run import RingInRun
 from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain, to_evict
 from rollback.ring.url.ring import RingAtUrl, RunFromUrl
 from rollback.ring.url.store import Store
-from rollback.rundir.beacon import Transport
+from rollback.rundir.host_records import Transport
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
@@ -57,7 +57,7 @@ SecondTarget = RingInRun | RunFromUrl
 """Where the final state of a complete run is copied to as well: the run directory."""
 
 
-class Phase(Enum):
+class DrainPhase(Enum):
     FOLLOWING = "following"
     FINISHING = "finishing"
     FINISHED = "finished"
@@ -65,7 +65,8 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-_NEXT = {Phase.FINISHING: Phase.FINISHED, Phase.CLOSING: Phase.CLOSED}  # when the work of the phase is done, or failed
+_NEXT = {DrainPhase.FINISHING: DrainPhase.FINISHED, DrainPhase.CLOSING: DrainPhase.CLOSED}
+"""When the work of the phase is done, or failed."""
 
 
 def drainer_for(
@@ -83,7 +84,7 @@ def drainer_for(
     """
     if settings.ring is None and tiers.fast_tier_of(paths) is None:
         return None
-    others = Others(paths, settings.ring, say, transport)
+    others = CopyingHosts(paths, settings.ring, say, transport)
     in_run: SecondTarget | None = None
     ring: DurableRing = RingInRun(paths, others)
     if settings.ring is not None:
@@ -132,7 +133,7 @@ class Drainer:
         """Why this run may not write there any more; None: it may."""
         self.final_there: str | None = None
         """The final state of a complete run, where the ring was seen to hold it, whoever has put it there."""
-        self._phase = Phase.FOLLOWING
+        self._phase = DrainPhase.FOLLOWING
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="rollback-drainer", daemon=True)
 
@@ -142,12 +143,12 @@ class Drainer:
 
     def finish(self) -> None:
         """The ranks write no more: copy what is left. Returns at once; `wait` for FINISHED."""
-        self._move(Phase.FOLLOWING, Phase.FINISHING)
+        self._move(DrainPhase.FOLLOWING, DrainPhase.FINISHING)
 
     def close(self) -> None:
         """No more facts come: bring the record up to date and end. Returns at once; `wait` for CLOSED."""
-        self._move(Phase.FOLLOWING, Phase.CLOSING)
-        self._move(Phase.FINISHED, Phase.CLOSING)
+        self._move(DrainPhase.FOLLOWING, DrainPhase.CLOSING)
+        self._move(DrainPhase.FINISHED, DrainPhase.CLOSING)
 
     def give_up(self) -> None:
         """Cancel the present operation, as far as a request in progress allows it."""
@@ -155,13 +156,13 @@ class Drainer:
         if isinstance(self._in_run, RingInRun):  # else it is reached by the same store
             self._in_run.give_up()
 
-    def wait(self, phase: Phase, seconds: float) -> bool:
+    def wait(self, phase: DrainPhase, seconds: float) -> bool:
         """Wait until the thread has reached or passed a phase. False: it has not within so many seconds."""
-        order = list(Phase)
+        order = list(DrainPhase)
         with self._changed:
             return self._changed.wait_for(lambda: order.index(self._phase) >= order.index(phase), seconds)
 
-    def _move(self, before: Phase, after: Phase) -> None:
+    def _move(self, before: DrainPhase, after: DrainPhase) -> None:
         with self._changed:
             if self._phase is before:
                 self._phase = after
@@ -172,12 +173,12 @@ class Drainer:
     def _run(self) -> None:
         lower_priority()
         try:
-            while self._phase is not Phase.CLOSED:
+            while self._phase is not DrainPhase.CLOSED:
                 self._turn()
         finally:
             self._ring.close()
             with self._changed:
-                self._phase = Phase.CLOSED
+                self._phase = DrainPhase.CLOSED
                 self._changed.notify_all()
 
     def _turn(self) -> None:
@@ -187,23 +188,23 @@ class Drainer:
         except (RollbackError, OSError) as error:
             self._complain(None, error)
             self._opened = False  # whether what was under way was done there is found out
-            if phase is Phase.FOLLOWING:
+            if phase is DrainPhase.FOLLOWING:
                 self._pause(phase, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(self._failures - 1, _DOUBLED)))
         else:
-            if phase in (Phase.FOLLOWING, Phase.FINISHED):
+            if phase in (DrainPhase.FOLLOWING, DrainPhase.FINISHED):
                 self._pause(phase, _POLL)
         if phase in _NEXT:
             self._move(phase, _NEXT[phase])
 
-    def _pause(self, phase: Phase, seconds: float) -> None:
+    def _pause(self, phase: DrainPhase, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._phase is not phase, seconds)
 
-    def _work(self, phase: Phase) -> None:
-        if phase is Phase.FINISHED:
+    def _work(self, phase: DrainPhase) -> None:
+        if phase is DrainPhase.FINISHED:
             return
         try:
-            if phase is Phase.FINISHING:  # the ring may not answer until nobody waits any more
+            if phase is DrainPhase.FINISHING:  # the ring may not answer until nobody waits any more
                 with contextlib.suppress(RollbackError, OSError):  # it is tried again below, and told then
                     self._bring_home()
             if self.unfit is None:
@@ -212,27 +213,27 @@ class Drainer:
             self.unfit, self._opened = error, False
             self._complain(None, error)
         finally:  # also where the ring is away
-            if phase is Phase.FINISHING:
+            if phase is DrainPhase.FINISHING:
                 self._bring_home()
-            if phase is Phase.CLOSING:
+            if phase is DrainPhase.CLOSING:
                 tiers.release(self._paths, self._ring.held() if self._opened else (), self._history.final)
 
-    def _fill(self, phase: Phase) -> None:
+    def _fill(self, phase: DrainPhase) -> None:
         if not self._opened:
             self._ring.open()
             self._opened = True
         while True:
             self._record_changed |= self._read()
-            now = self._situation(phase is not Phase.FOLLOWING)
+            now = self._situation(phase is not DrainPhase.FOLLOWING)
             name = next_to_drain(now, self._pace, time.monotonic())
-            if name is None or phase is Phase.CLOSING:
+            if name is None or phase is DrainPhase.CLOSING:
                 break
             self._drain(name)
         self.final_there = self._history.final if self._history.final in self._ring.held() else None
         # What cannot be deleted there keeps nothing else up, and is told behind it.
         refused = _refusal(self._evict_surplus)
         due = time.monotonic() - self._record_at >= _RECORD_EVERY
-        if phase is Phase.CLOSING or (self._record_changed and due):
+        if phase is DrainPhase.CLOSING or (self._record_changed and due):
             refused = _refusal(partial(self._keep_record, evicted=refused is None)) or refused
         if refused is not None:
             raise refused
@@ -260,7 +261,7 @@ class Drainer:
         place = next((found for found in tiers.in_slots(self._paths) if found.name == final), None)
         if place is not None:
             self._in_run.open()
-            with tiers.held(place):
+            with tiers.hold_slot(place):
                 self._in_run.put(place.manifest, place.directory)
 
     def _situation(self, ending: bool) -> Situation:
@@ -274,13 +275,13 @@ class Drainer:
             return
         began = time.monotonic()
         try:
-            with tiers.held(place) as let_go, self._ring.if_stuck(let_go):
+            with tiers.hold_slot(place) as let_go, self._ring.if_stuck(let_go):
                 self._ring.put(place.manifest, place.directory)
         except CheckpointUnusable as error:
             if tiers.has_left(place):  # meanwhile, and nothing is wrong: it may lie in another place
                 self._drain(name)
                 return
-            following = self._phase is Phase.FOLLOWING  # at the end there is no time, and what is next may be sound
+            following = self._phase is DrainPhase.FOLLOWING  # at the end there is no time; what is next may be sound
             if following and isinstance(error, CheckpointUnreadable) and self._unread != name:
                 self._unread = name
                 raise
@@ -300,7 +301,7 @@ class Drainer:
 
     def _was_lost_before(self) -> bool:
         """Whether a checkpoint could not be copied since the ring took one."""
-        newest = max((*self._ring.held(), *self._lost), key=lambda name: CheckpointName(name).order, default=None)
+        newest = max((*self._ring.held(), *self._lost), key=lambda name: CheckpointName(name).sort_key, default=None)
         return newest in self._lost
 
     def _evict_surplus(self) -> None:
@@ -330,7 +331,7 @@ class Drainer:
             self._failures += 1
         first = self._failures == 1 or isinstance(error, RunDoesNotFit)  # since something was written there
         if checkpoint is not None or first:
-            follows = self._phase is Phase.FOLLOWING
+            follows = self._phase is DrainPhase.FOLLOWING
             again = "it is tried again" if follows else "this launch does not try it again"
             what = f"checkpoint {checkpoint} is not copied to it" if checkpoint else again
             if isinstance(error, RunDoesNotFit):

@@ -14,7 +14,7 @@ from rollback.checkpoints.format.direct import write_direct
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.format.shard import not_read
 from rollback.errors import CheckpointDamaged, RingUnavailable
-from rollback.ring.hosts import Others
+from rollback.ring.copy_requests import CopyingHosts
 from rollback.rundir.paths import RunPaths, has_packs
 from rollback.system import files
 from rollback.system.durable import open_regular
@@ -23,9 +23,9 @@ from rollback.system.durable import open_regular
 class RingInRun:
     """Checkpoints in RUN/ring. The record is there already. Methods raise OSError; see `DurableRing`."""
 
-    def __init__(self, paths: RunPaths, others: Others | None = None) -> None:
+    def __init__(self, paths: RunPaths, others: CopyingHosts | None = None) -> None:
         self._paths = paths
-        self._others = others or Others(paths)
+        self._others = others or CopyingHosts(paths)
         self._given_up = threading.Event()
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, FiniteFloat
 
-from rollback.rundir.beacon import read_in_place
+from rollback.rundir.host_records import read_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import write_file

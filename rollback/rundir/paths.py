@@ -46,7 +46,7 @@ class CheckpointName(str):
         return cls(text) if _CHECKPOINT_NAME.fullmatch(text) else None
 
     @property
-    def order(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         """By which names are sorted, oldest first: as text they are not, once there are a million."""
         return self.seq, self.step
 

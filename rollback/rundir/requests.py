@@ -21,7 +21,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rollback.errors import RunDirectoryError, reporting
-from rollback.facts.training import Order, Window
+from rollback.facts.training import RequestKind, Window
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import sync_directory, write_all
@@ -37,7 +37,7 @@ _SETTLED_AFTER = 2.0
 
 
 class Request(BaseModel, frozen=True, extra="forbid"):
-    order: Order
+    order: RequestKind
     to: int | None = Field(None, ge=0, lt=1 << 53)
     """The step to go back to (rewind)."""
     checkpoint: str | None = Field(None, max_length=40)
@@ -73,7 +73,7 @@ class Request(BaseModel, frozen=True, extra="forbid"):
         return order_in_words(self.order, self.to, self.skip, self.samples)
 
 
-def order_in_words(order: Order, to: int | None, skip: Window | None, samples: Iterable[int]) -> str:
+def order_in_words(order: RequestKind, to: int | None, skip: Window | None, samples: Iterable[int]) -> str:
     """What is asked for. The others: fields of a request."""
     skipped = f"skip {skip.in_words()}" if skip else ""
     match order:

@@ -96,7 +96,7 @@ input or output: verdicts are a pure function of state and observation, so all r
 """
 
 from rollback.sentinel.machine import Sentinel
-from rollback.sentinel.presets import PRESETS, Sensitivity
+from rollback.sentinel.presets import PRESETS
 from rollback.sentinel.verdict import NORM_COLLAPSE, Blip, Hint, Kind, Observation, Verdict, learning_rate_hint
 
 __all__ = [
@@ -106,7 +106,6 @@ __all__ = [
     "Hint",
     "Kind",
     "Observation",
-    "Sensitivity",
     "Sentinel",
     "Verdict",
     "learning_rate_hint",

@@ -4,7 +4,7 @@ import math
 from statistics import median_high
 from typing import Any
 
-from rollback.config import Objective
+from rollback.config import Objective, Sensitivity
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.sentinel import explain
 from rollback.sentinel.baseline import Baseline
@@ -21,7 +21,7 @@ from rollback.sentinel.excursion import (
     stands_out_alone,
 )
 from rollback.sentinel.objective import OBJECTIVES, Seen
-from rollback.sentinel.presets import PRESETS, Sensitivity
+from rollback.sentinel.presets import PRESETS
 from rollback.sentinel.probe import ASKED_EVERY, OpenQuestion, about_excursion
 from rollback.sentinel.slow import Collapse, Drift, Fading
 from rollback.sentinel.states import TRANSITIONS, Event, State

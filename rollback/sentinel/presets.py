@@ -1,9 +1,8 @@
 """The three presets of the thresholds. The sensitivity is the sentinel's only setting."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-Sensitivity = Literal["low", "normal", "high"]
+from rollback.config import Sensitivity
 
 
 @dataclass(frozen=True, slots=True)

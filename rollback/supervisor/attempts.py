@@ -25,24 +25,24 @@ from rollback.supervisor.diagnosis.evidence import (
 )
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.hang import HangLimits
-from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, ending, reason_of
+from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEnding, AttemptEvidence, ending, reason_of
 from rollback.supervisor.draining import Draining
-from rollback.supervisor.hang_watch import Lookout
+from rollback.supervisor.hang_watch import HangWatcher
 from rollback.supervisor.journal import SupervisorJournal
-from rollback.supervisor.last_snapshot import kept_on_host, note_kept
+from rollback.supervisor.last_snapshot import last_snapshot_on_host, note_last_snapshot
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.host import Host, Running
 from rollback.supervisor.torchrun.redaction import new_salt, redacted
-from rollback.supervisor.torchrun.start_conditions import differences, fingerprint
+from rollback.supervisor.torchrun.start_conditions import differences, job_digest
 
 _POLL = 0.1
 
 
 @dataclass(frozen=True)
-class LaunchOrder:
+class LaunchOptions:
     paths: RunPaths
     job: LaunchedJob
     settings: Settings
@@ -61,7 +61,7 @@ class LaunchOrder:
     preload: bool
     """Whether ranks are forked from a process that has imported torch (`rollback.agent.fork_server`)."""
     expects_guard: bool
-    """Whether the order is about a guard, so that the script must have one."""
+    """Whether the launch is about a guard, so that the script must have one."""
     fetches: bool = True
     """Whether the run goes on from the ring's URL, where that has it."""
 
@@ -71,7 +71,7 @@ class Attempts:
 
     def __init__(
         self,
-        order: LaunchOrder,
+        options: LaunchOptions,
         say: Callable[[str], None],
         host: Host,
         own_journal: SupervisorJournal,
@@ -79,18 +79,18 @@ class Attempts:
         nodes: Nodes,
         keep_lock: Callable[[], None],
     ) -> None:
-        self._order = order
-        self._paths = order.paths
+        self._options = options
+        self._paths = options.paths
         self._say = say
         self._host = host
         self._own_journal = own_journal
         self._signals = signals
         self._nodes, self._keep_lock = nodes, keep_lock
-        self._requests = StopRequests(order.paths)
+        self._requests = StopRequests(options.paths)
         self._stop_signals: list[signal.Signals] = []
         self._last_start: facts.AttemptStarted | None = None
-        self._journal = TrainJournal(order.paths.train_journal)
-        self._draining = Draining(order.paths, own_journal, say, nodes.transport)
+        self._journal = TrainJournal(options.paths.train_journal)
+        self._draining = Draining(options.paths, own_journal, say, nodes.transport)
         self._salt = new_salt()
 
     def run(self, past: EarlierAttempts) -> RunResult:
@@ -100,7 +100,7 @@ class Attempts:
         self._host.end_leftovers(self._say)
         self._journal = TrainJournal(self._paths.train_journal, past.train)
         best = furthest_step(self._paths, past.train.history.furthest)
-        budget = Budget.full(self._order.restart_budget)
+        budget = Budget.full(self._options.restart_budget)
         attempt = earlier = past.last_attempt  # which goes on with the journal
         self._own_journal.attempt = max(earlier, 1)  # of what happens before the first attempt of this launch
         while True:
@@ -134,7 +134,7 @@ class Attempts:
                     mistake=first.mistake if first is not None else "",
                 )  # fmt: skip
             else:
-                decision = after_unguarded(attempt - earlier - 1, self._order.job.max_restarts)
+                decision = after_unguarded(attempt - earlier - 1, self._options.job.max_restarts)
             why = cause(evidence, first)
             if isinstance(decision, GiveUp):
                 self._tell_failure(first, why)
@@ -165,11 +165,11 @@ class Attempts:
         told = (entry.fact for entry in past.supervisor if entry.attempt == attempt)
         if any(isinstance(fact, facts.AttemptEnded | facts.LastSnapshotMade) for fact in told):
             return
-        if (kept := self._nodes.kept(kept_on_host(self._paths, attempt), attempt)) is not None:
+        if (kept := self._nodes.last_snapshot(last_snapshot_on_host(self._paths, attempt), attempt)) is not None:
             newest, reached = newest_there(self._paths, past.train.history), furthest_step(self._paths, None, attempt)
             others = len(past.seats) > 1  # which may have been lost with that supervisor
             last = kept.as_fact(newest, reached, host_lost=others)
-            note_kept(last, newest, past.train.history.finished, self._own_journal, self._say)
+            note_last_snapshot(last, newest, past.train.history.finished, self._own_journal, self._say)
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
         """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""
@@ -188,8 +188,8 @@ class Attempts:
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
         if left.kept is not None:
-            last = left.kept.as_fact(evidence.kept, evidence.step, host_lost=bool(left.lost_nodes))
-            note_kept(last, evidence.kept, evidence.finished, self._own_journal, self._say)
+            last = left.kept.as_fact(evidence.checkpoint_step, evidence.step, host_lost=bool(left.lost_nodes))
+            note_last_snapshot(last, evidence.checkpoint_step, evidence.finished, self._own_journal, self._say)
         account = facts.AttemptEnded(
             status=left.status, cause=cause(evidence, first), step=evidence.step, seconds=time.monotonic() - began,
             why=first.why if first else None, rank=first.rank if first else None, host=first.host if first else None,
@@ -202,10 +202,10 @@ class Attempts:
 
     def _note_start(self, running: Running) -> None:
         """Journal the attempt, and say what differs from the last start."""
-        job = self._order.job
+        job = self._options.job
         started = facts.AttemptStarted(
             command=redacted(running.command, job.secret_args), host=socket.gethostname(), pid=running.pid,
-            nodes=self._nodes.names, job=fingerprint(job, self._order.settings, self._salt),
+            nodes=self._nodes.names, job=job_digest(job, self._options.settings, self._salt),
             **self._host.conditions(self._salt),
         )  # fmt: skip
         started = started.model_copy(update={"changed": differences(self._last_start, started)})
@@ -223,12 +223,12 @@ class Attempts:
         deadline: float | None = None
         attached = False
         ended: facts.Hung | facts.StuckAtExit | None = None
-        lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
+        hang_watcher = HangWatcher(self._paths, self._options.hang, running, self._nodes)
         while (move := self._nodes.move(running.poll())) != "settled":
             attached = self._look_at_journal(running.attempt, attached)
             for name in self._hear_signals():
                 if deadline is None:
-                    deadline = time.monotonic() + self._order.grace
+                    deadline = time.monotonic() + self._options.grace
                     self._nodes.stop()
                     order = "stop and save" if self._host.guarded else "stop"  # without a guard nobody saves
                     self._say(f"{name}: telling the ranks to {order} (again to end now)")
@@ -241,11 +241,11 @@ class Attempts:
                 insistent = self._signals.insistent or self._nodes.insistent
                 if not told or insistent or time.monotonic() > deadline:
                     self._end_everywhere(running, None if insistent else end_marks.GRACE_IS_OVER)
-            elif ended is None and (ended := lookout.look()) is not None:  # also of other nodes' ranks alone
+            elif ended is None and (ended := hang_watcher.look()) is not None:  # also of other nodes' ranks alone
                 self._own_journal.note(ended)
                 self._say(ended.in_words())
                 self._end_everywhere(running, end_marks.RANKS_HANG, hopeless=True)
-            elif runs and lookout.trains and self._order.restart_budget:  # else none would ever be started
+            elif runs and hang_watcher.trains and self._options.restart_budget:  # else none would ever be started
                 self._host.keep_standby(running.attempt)
             if running.poll() is None or self._nodes.names:
                 time.sleep(_POLL)
@@ -295,7 +295,7 @@ class Attempts:
     def _tell_failure(self, first: FirstCause | None, account: str) -> None:
         self._say(f"attempt {self._own_journal.attempt} failed: {account}")
         rank = first.described if first is not None else None
-        if rank is not None and (words := self._host.output.last_words(rank)) is not None:
+        if rank is not None and (words := self._host.output.stderr_tail(rank)) is not None:
             self._say(words)
         self._host.output.tell_consequence()
 
@@ -331,7 +331,7 @@ class Attempts:
             self._end(error.exit_code, error.message)
         raise error
 
-    def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> RunResult:
+    def _finish(self, end: AttemptEnding, evidence: AttemptEvidence, first: FirstCause | None) -> RunResult:
         """End a run whose last attempt did not fail, or failed behind its training."""
         why, lacking = cause(evidence, first), None
         if end == "failed":
@@ -363,4 +363,4 @@ class Attempts:
     def _out_of_time(self) -> bool:
         """Whether the grace is over; what is left of it is for the durable ring."""
         since = self._signals.since
-        return self._signals.insistent or (since is not None and time.monotonic() > since + self._order.grace)
+        return self._signals.insistent or (since is not None and time.monotonic() > since + self._options.grace)

@@ -112,13 +112,11 @@ def _require_run_directory(paths: RunPaths) -> None:
         )
 
 
-def claim_or_stand_in(
-    paths: RunPaths, stand_in: Path, *, insist: bool
-) -> "tuple[RunPaths, Claim, RollbackError | None]":
-    """The locked run directory; or the stand-in, and the reason why the run directory cannot be used.
+def claim_or_private(paths: RunPaths, private: Path, *, insist: bool) -> "tuple[RunPaths, Claim, RollbackError | None]":
+    """The locked run directory; or the private one, and the reason why the run directory cannot be used.
 
     A script without a guard needs no run directory, and nobody knows yet whether the script has a guard. A script with
-    a guard gets the error when it makes the guard. stand_in: a directory that need not exist. insist: raise the error.
+    a guard gets the error when it makes the guard. private: a directory that need not exist. insist: raise the error.
     It is also raised where the directory holds a run, since then the script has a guard.
     """
     try:
@@ -126,8 +124,8 @@ def claim_or_stand_in(
     except RollbackError as error:
         if insist or os.path.exists(paths.identity):
             raise
-        private = RunPaths(stand_in)
-        return private, Claim(private), error
+        paths = RunPaths(private)
+        return paths, Claim(paths), error
 
 
 class Claim:

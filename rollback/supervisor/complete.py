@@ -23,7 +23,7 @@ from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import EarlierAttempts, read_past
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.redaction import redacted
-from rollback.supervisor.torchrun.start_conditions import conditions_of, differences, fingerprint, script_digest
+from rollback.supervisor.torchrun.start_conditions import conditions_of, differences, job_digest, script_digest
 
 
 def nothing_left(
@@ -96,7 +96,7 @@ def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> 
     if started is None:
         return "another command"
     conditions = conditions_of(job, {}, started.salt)
-    if started.job == fingerprint(job, settings, started.salt) and started.script == conditions["script"]:
+    if started.job == job_digest(job, settings, started.salt) and started.script == conditions["script"]:
         return None  # a module's file is no word of the command
     now = started.model_copy(update={**conditions, "environment": started.environment})
     return "; ".join(differences(started, now)) or "another command, another setting, or a file that is not what it was"

@@ -7,9 +7,9 @@ from rollback.checkpoints import tiers
 from rollback.config import Settings
 from rollback.errors import RingUnavailable, RollbackError
 from rollback.facts.history import History, in_durable_ring
-from rollback.ring.drainer import Drainer, Phase, drainer_for
+from rollback.ring.drainer import Drainer, DrainPhase, drainer_for
 from rollback.ring.url.store import Store
-from rollback.rundir.beacon import Transport
+from rollback.rundir.host_records import Transport
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.journal import SupervisorJournal
@@ -102,14 +102,14 @@ class Draining:
         if drainer is None or self._given_up:
             return
         drainer.finish()
-        if not drainer.wait(Phase.FINISHED, _WORTH_A_WORD):
+        if not drainer.wait(DrainPhase.FINISHED, _WORTH_A_WORD):
             self._say("the ranks have ended; copying what they left to the durable ring (interrupt twice to end now)")
-        while not drainer.wait(Phase.FINISHED, _POLL):
+        while not drainer.wait(DrainPhase.FINISHED, _POLL):
             if out_of_time():
                 self._say("there is no time left to copy the newest checkpoint to the durable ring")
                 self._given_up = True
                 drainer.give_up()
-                drainer.wait(Phase.FINISHED, _LAST_WORDS)
+                drainer.wait(DrainPhase.FINISHED, _LAST_WORDS)
                 return
 
     def lacks(self, name: str | None) -> str | None:
@@ -153,4 +153,4 @@ class Draining:
         """Copy the record with the last fact of this run, and end."""
         if self._drainer is not None:
             self._drainer.close()
-            self._drainer.wait(Phase.CLOSED, _LAST_WORDS if self._given_up else _PATIENCE_AT_THE_END)
+            self._drainer.wait(DrainPhase.CLOSED, _LAST_WORDS if self._given_up else _PATIENCE_AT_THE_END)

@@ -5,25 +5,25 @@ import time
 from rollback.facts.training import Hung, StuckAtExit
 from rollback.rundir.failures import in_order_of_blame, merely_noticed, read_failures
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.hang import GONE, HangLimits, HangWatch, suspect
+from rollback.supervisor.diagnosis.hang import GONE, HangDetector, HangLimits, suspect
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.torchrun.host import Running
 
 _EVERY = 1.0
 
 
-class Lookout:
+class HangWatcher:
     """Reads heartbeats about once a second, however often `look` is called."""
 
     def __init__(self, paths: RunPaths, limits: HangLimits, running: Running, nodes: Nodes) -> None:
         self._paths, self._running, self._nodes = paths, running, nodes
-        self._watch = HangWatch(limits, time.monotonic())
+        self._detector = HangDetector(limits, time.monotonic())
         self._next = 0.0
 
     @property
     def trains(self) -> bool:
         """Whether the attempt has done a step."""
-        return self._watch.trains
+        return self._detector.trains
 
     def look(self) -> Hung | StuckAtExit | None:
         """The hang, if the ranks hang now: their stacks are on disk then, where they could be taken. Or the fact that
@@ -38,8 +38,8 @@ class Lookout:
         here = self._running.look()
         untold = self._running.computing() - {*told}
         states = self._nodes.states() | here
-        silence = self._watch.look(now, beats, untold)
-        if (silent := self._watch.stuck_at_exit(now)) is not None:
+        silence = self._detector.look(now, beats, untold)
+        if (silent := self._detector.stuck_at_exit(now)) is not None:
             return StuckAtExit(ranks=tuple(sorted(here)), silent=round(silent, 3))
         if silence is None:
             return None

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Collection
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
+from rollback.checkpoints.fast_tier import end_marks, last_locks, last_snapshot_result
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.facts.training import Finished, LastSnapshotMade
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.journal import SupervisorJournal
@@ -37,7 +37,7 @@ def ask_for_last_snapshot(
         return not others_wait
     began = time.monotonic()
     while (waited := time.monotonic() - began) < _PATIENCE:
-        told = {account.rank for account in last_account.read_accounts(marks, attempt)}
+        told = {result.rank for result in last_snapshot_result.read_results(marks, attempt)}
         answered = asked <= told if asked else bool(told)
         if answered or (waited > begins_within and not last_locks.is_busy(marks)):
             return bool(told) or not (asked and others_wait)
@@ -45,21 +45,21 @@ def ask_for_last_snapshot(
     return True
 
 
-def kept_on_host(paths: RunPaths, attempt: int | None = None) -> LastAccount | None:
+def last_snapshot_on_host(paths: RunPaths, attempt: int | None = None) -> LastSnapshotResult | None:
     """What this host's ranks made of the last snapshot of an attempt (default: of the newest that they know of), when
     they are gone; None: nobody has tried. A checkpoint that is in no slot any more was taken back."""
-    if (marks := _marks(paths)) is None or not (accounts := last_account.read_accounts(marks, attempt)):
+    if (marks := _marks(paths)) is None or not (results := last_snapshot_result.read_results(marks, attempt)):
         return None
     here = {place.name for place in tiers.in_slots(paths)}
-    kept = [account for account in accounts if account.checkpoint in here or account.tier == "durable"]
-    account = next((account for account in kept if account.checkpoint is not None), accounts[0])
-    taken_back = {} if account in kept else {"checkpoint": None, "step": None}
+    kept = [result for result in results if result.checkpoint in here or result.tier == "durable"]
+    result = next((result for result in kept if result.checkpoint is not None), results[0])
+    taken_back = {} if result in kept else {"checkpoint": None, "step": None}
     ends = [end for rank in end_marks.ranks_of(marks) for end in end_marks.read_ends(marks, rank)]
     furthest = max(ends).step if ends else None  # of the attempt's newest return to a checkpoint
-    return account.model_copy(update={**taken_back, "furthest": furthest, "metrics": ()})
+    return result.model_copy(update={**taken_back, "furthest": furthest, "metrics": ()})
 
 
-def note_kept(
+def note_last_snapshot(
     last: LastSnapshotMade,
     newest: int | None,
     finished: Finished | None,
@@ -80,7 +80,7 @@ def forget_last_snapshot(paths: RunPaths, attempt: int) -> None:
     The ranks remove it, too, but they may end before they come to that."""
     if (marks := _marks(paths)) is not None:
         with contextlib.suppress(OSError):
-            last_account.forget_accounts(marks, attempt)
+            last_snapshot_result.forget_results(marks, attempt)
 
 
 def _marks(paths: RunPaths) -> EndMarkPaths | None:

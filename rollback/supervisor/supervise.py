@@ -26,12 +26,12 @@ from rollback.facts.history import in_durable_ring
 from rollback.facts.supervisor import AttemptStarted
 from rollback.ring.url.fetch import fetch, unfetch
 from rollback.ring.url.store import Store
-from rollback.rundir.elsewhere import forget_elsewhere, read_elsewhere
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.attempts import Attempts, LaunchOrder
+from rollback.rundir.record_location import forget_record_location, read_record_location
+from rollback.supervisor.attempts import Attempts, LaunchOptions
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.claim import Claim, EarlierAttempts, claim_or_stand_in, read_past
+from rollback.supervisor.claim import Claim, EarlierAttempts, claim_or_private, read_past
 from rollback.supervisor.complete import nothing_left, nothing_left_at
 from rollback.supervisor.draining import reach
 from rollback.supervisor.journal import SupervisorJournal
@@ -48,39 +48,39 @@ from rollback.supervisor.torchrun.output import Audience
 _LOOK = 5.0  # seconds that a URL has to answer to who waits for other nodes: they may come meanwhile
 
 
-def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> RunResult:
+def supervise(options: LaunchOptions, audience: Audience, signals: StopSignals) -> RunResult:
     """Run the job to its end, over as many attempts as the budget allows, or until one of the signals comes.
 
     Raises RollbackError, with the run directory unchanged, where the directory cannot be used or the ranks refuse it;
     also where processes of an attempt cannot be ended.
     """
-    alike = {"--spare-nodes": order.spare_nodes, "--replicas": order.replicas}
-    command = command_of(order.job, order.settings, alike)
-    place = place_among_nodes(order.job.flags, order.node_timeout, order.spare_nodes, command)
-    if place is None and order.replicas > 1:
+    alike = {"--spare-nodes": options.spare_nodes, "--replicas": options.replicas}
+    command = command_of(options.job, options.settings, alike)
+    place = place_among_nodes(options.job.flags, options.node_timeout, options.spare_nodes, command)
+    if place is None and options.replicas > 1:
         raise UsageError(
-            f"--replicas {order.replicas}: the copy is kept by another host, and this job has one node",
+            f"--replicas {options.replicas}: the copy is kept by another host, and this job has one node",
             hint="leave it out, or say with --nnodes how many there are",
         )
-    with _until_told(signals, f"{order.settings.ring} was looked at"):
+    with _until_told(signals, f"{options.settings.ring} was looked at"):
         expected = 0.0 if place is None else place.timeout
-        store = reach(order.settings.ring, writing=place is None, expected=expected, say=audience.say)
+        store = reach(options.settings.ring, writing=place is None, expected=expected, say=audience.say)
     with _private_directory() as private:
         claim: Claim | None = None
         environment = dict(os.environ)
         if place is None:
-            paths, claim, obstacle = claim_or_stand_in(order.paths, private / "run", insist=order.expects_guard)
-            order = replace(order, paths=paths)
+            paths, claim, obstacle = claim_or_private(options.paths, private / "run", insist=options.expects_guard)
+            options = replace(options, paths=paths)
             environment.pop(ENV_NO_RUN, None)
             if obstacle is not None:
                 environment[ENV_NO_RUN] = json.dumps(obstacle.fields)
         host = Host(
-            order.paths, order.job, order.settings, environment, private, audience,
-            grace=order.grace, expects_guard=order.expects_guard, preload=order.preload,
+            options.paths, options.job, options.settings, environment, private, audience,
+            grace=options.grace, expects_guard=options.expects_guard, preload=options.preload,
             node=place.name if place else None,
         )  # fmt: skip
-        with closing(host), _buddy(order, place, audience.say) as buddy:
-            launch = HostLaunch(order, place, store, audience.say, host, signals, buddy)
+        with closing(host), _buddy(options, place, audience.say) as buddy:
+            launch = HostLaunch(options, place, store, audience.say, host, signals, buddy)
             if place is not None:
                 return launch.take_part(place)
             assert claim is not None
@@ -120,7 +120,7 @@ class HostLaunch:
     """What a launch has on this host. place: among the nodes; None: there is one. store: the ring's URL, from which a
     run may be fetched."""
 
-    order: LaunchOrder
+    options: LaunchOptions
     place: NodePlace | None
     store: Store | None
     say: Callable[[str], None]
@@ -130,7 +130,7 @@ class HostLaunch:
 
     def take_part(self, place: NodePlace) -> RunResult:
         """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
-        paths = self.order.paths
+        paths = self.options.paths
         beside = self._follower(place, SharedMeeting(paths, place.most))
         called: int | None = None  # for which attempt the last leader called its nodes; 0: it came to none
         while True:
@@ -144,7 +144,7 @@ class HostLaunch:
             else:
                 try:
                     found = find_meeting(
-                        paths, place, self.order.settings.ring, self.say, self.signals,
+                        paths, place, self.options.settings.ring, self.say, self.signals,
                         partial(self._nothing_left_at_url, past, called), again=called is not None,
                     )  # fmt: skip
                 except BaseException:
@@ -170,28 +170,30 @@ class HostLaunch:
 
     def _nothing_left_at_url(self, past: EarlierAttempts, called: int | None) -> str | None:
         """called: 0: the last leader was lost before it could say whether anything is left."""
-        order = self.order
-        if self.store is None or not order.fetches or called == 0:
+        options = self.options
+        if self.store is None or not options.fetches or called == 0:
             return None
         begun = max(past.last_attempt, called or 0)
         with _until_told(self.signals, f"nodes were waited for, and {self.store.url} was looked at"):
             store = Store(self.store.url, patience=_LOOK)
-            return nothing_left_at(store, order.paths, begun, order.job, self.say)
+            return nothing_left_at(store, options.paths, begun, options.job, self.say)
 
     def _record(self) -> RecordPlace:
         """Where the record is, for a node that nobody has told how the run ended."""
-        paths = self.order.paths
-        if (told := read_elsewhere(paths)) is not None:
+        paths = self.options.paths
+        if (told := read_record_location(paths)) is not None:
             return RecordPlace(host=told[0], directory=told[1])
-        return RecordPlace(url="" if paths.train_journal.exists() else self.order.settings.ring or "")
+        return RecordPlace(url="" if paths.train_journal.exists() else self.options.settings.ring or "")
 
     def _follower(self, place: NodePlace, meeting: Meeting) -> Follower:
-        order, ring = self.order, self.order.settings.ring
-        return Follower(order.paths, place, self.host, order.grace, self.signals, self.say, meeting, ring, self.buddy)
+        options, ring = self.options, self.options.settings.ring
+        return Follower(
+            options.paths, place, self.host, options.grace, self.signals, self.say, meeting, ring, self.buddy
+        )
 
     def lead(self, claim: Claim, meeting: Meeting | None = None) -> RunResult:
         """Decide about attempts, then release the run directory."""
-        own_journal = SupervisorJournal(self.order.paths, self.say)
+        own_journal = SupervisorJournal(self.options.paths, self.say)
         try:
             with self._all_nodes(meeting, own_journal) as nodes:
                 result = RunResult(
@@ -211,39 +213,39 @@ class HostLaunch:
             let_go()
 
     def _run(self, claim: Claim, own_journal: SupervisorJournal, nodes: Nodes) -> RunResult:
-        order = self.order
+        options = self.options
         brought = self._fetch()
         try:
-            past = read_past(order.paths, claim.before)
-            forget_elsewhere(order.paths)
-            if (told := nothing_left(order.paths, past, order.job, order.settings, self.say)) is not None:
+            past = read_past(options.paths, claim.before)
+            forget_record_location(options.paths)
+            if (told := nothing_left(options.paths, past, options.job, options.settings, self.say)) is not None:
                 return RunResult(exit_code=ExitCode.DONE, reason=told)
-            _require_adopted_again(past, order)
-            result = Attempts(order, self.say, self.host, own_journal, self.signals, nodes, claim.keep).run(past)
-            return result.model_copy(update={"durable": _durable(order.paths)})
+            _require_adopted_again(past, options)
+            result = Attempts(options, self.say, self.host, own_journal, self.signals, nodes, claim.keep).run(past)
+            return result.model_copy(update={"durable": _durable(options.paths)})
         except RollbackError as error:
             if error.exit_code in (ExitCode.UNFIT, ExitCode.USAGE) and not own_journal.opened:
                 with suppress(OSError, RollbackError):
-                    unfetch(order.paths, brought)
+                    unfetch(options.paths, brought)
             raise
 
     def _fetch(self) -> tuple[str, ...]:
         """Bring the newest state from the ring's URL. Returns what was brought."""
-        if self.store is None or not self.order.fetches:
+        if self.store is None or not self.options.fetches:
             return ()
         with _until_told(self.signals, f"the newest state was fetched from {self.store.url}"):
             if self.place is not None:  # of many nodes, the one that leads asks whether it may write
                 self.store.probe()
-            return fetch(self.store, self.order.paths, self.say)
+            return fetch(self.store, self.options.paths, self.say)
 
     @contextmanager
     def _all_nodes(self, meeting: Meeting | None, own_journal: SupervisorJournal) -> Iterator[Nodes]:
         if self.place is None or meeting is None:
             yield Nodes()
             return
-        with membership(self.order.paths, self.place):
-            ring = self.order.settings.ring
-            yield Leader(self.order.paths, self.place, self.say, meeting, own_journal.note, self.buddy, ring)
+        with membership(self.options.paths, self.place):
+            ring = self.options.settings.ring
+            yield Leader(self.options.paths, self.place, self.say, meeting, own_journal.note, self.buddy, ring)
 
 
 def _was_adopted(started: AttemptStarted) -> bool:
@@ -252,10 +254,10 @@ def _was_adopted(started: AttemptStarted) -> bool:
     return any(Path(word).match("rollback/trainers/adopt/script.py") for word in started.command)  # in older runs
 
 
-def _require_adopted_again(past: EarlierAttempts, order: LaunchOrder) -> None:
+def _require_adopted_again(past: EarlierAttempts, options: LaunchOptions) -> None:
     """Raise UsageError where `--adopt` was forgotten: the script would begin anew, without protection."""
-    started, script = past.last_guarded_start, order.job.script
-    if started is None or order.job.runner or not _was_adopted(started):
+    started, script = past.last_guarded_start, options.job.script
+    if started is None or options.job.runner or not _was_adopted(started):
         return
     try:
         mentions = b"rollback" in Path(script).read_bytes()
@@ -263,7 +265,7 @@ def _require_adopted_again(past: EarlierAttempts, order: LaunchOrder) -> None:
         mentions = True
     if not mentions:
         raise UsageError(
-            f"the run in {order.paths.root} was made with --adopt, which this command leaves out: {script} does not "
+            f"the run in {options.paths.root} was made with --adopt, which this command leaves out: {script} does not "
             "mention rollback, and would train from its beginning, without protection",
             hint="add --adopt; or import rollback in the script, where a module of yours makes the guard by now; or "
             "name another run directory with --run DIR",
@@ -271,15 +273,15 @@ def _require_adopted_again(past: EarlierAttempts, order: LaunchOrder) -> None:
 
 
 @contextmanager
-def _buddy(order: LaunchOrder, place: NodePlace | None, say: Callable[[str], None]) -> Iterator[Buddy | None]:
+def _buddy(options: LaunchOptions, place: NodePlace | None, say: Callable[[str], None]) -> Iterator[Buddy | None]:
     """What keeps another host's snapshots here and has this one's kept elsewhere, where that is wanted and can be."""
-    base, buddy = base_of(order.settings.fast_tier), None
-    if place is not None and order.replicas > 1 and base is not None:
+    base, buddy = base_of(options.settings.fast_tier), None
+    if place is not None and options.replicas > 1 and base is not None:
         try:
-            buddy = Buddy(order.paths, base, place.name, place.address, say)
+            buddy = Buddy(options.paths, base, place.name, place.address, say)
         except (OSError, RollbackError) as error:
             say(f"no snapshot is copied to or from this host ({message_of(error)})")
-    elif (tier := fast_tier_of(order.paths)) is not None:
+    elif (tier := fast_tier_of(options.paths)) is not None:
         try:
             slots.remove_copies(tier)  # of a launch that wanted copies
         except OSError as error:

@@ -10,7 +10,7 @@ from torch import nn
 
 from rollback.checkpoints import tiers
 from rollback.ring.drainer import Drainer
-from rollback.ring.helper import Helper
+from rollback.ring.shard_copier import ShardCopier
 from rollback.train.advice.advisor import Advisor
 from rollback.train.advice.unkept import Unkept
 from rollback.train.catalogue.catalogue import Catalogue
@@ -54,7 +54,7 @@ from rollback.wording import counted
 
 def _checkpoint_side(
     run: AttachedRun, state: TrainingState, show: Callable[[str], None], if_refused: ExitStack
-) -> tuple[CheckpointManager, SnapshotSchedule, Drainer | Helper | None]:
+) -> tuple[CheckpointManager, SnapshotSchedule, Drainer | ShardCopier | None]:
     """Collective: what takes and manages checkpoints, and what copies them to the durable ring, unless another process
     does. show: gets what this rank is doing, for its heartbeat."""
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from rollback.ring.drainer import Drainer
-from rollback.ring.helper import Helper
+from rollback.ring.shard_copier import ShardCopier
 from rollback.train.advice.advisor import Advisor
 from rollback.train.catalogue.draining import end_draining
 from rollback.train.comm.pulse import Pulse
@@ -53,7 +53,7 @@ class TrainingLoop:
     advisor: Advisor
     checkpoints: CheckpointManager
     schedule: SnapshotSchedule
-    drainer: Drainer | Helper | None
+    drainer: Drainer | ShardCopier | None
     """Copies checkpoints to the durable ring; None: another process does."""
     pulse: Pulse
     judge: Judge

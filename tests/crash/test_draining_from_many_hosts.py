@@ -21,17 +21,16 @@ from rollback.checkpoints.format.manifest import Manifest, ShardRecord, read_man
 from rollback.config import Settings
 from rollback.errors import CheckpointLeft, CheckpointUnusable, RingUnavailable
 from rollback.facts.training import Drained, Fact
-from rollback.ring import helper as helping
-from rollback.ring import hosts as module
-from rollback.ring.drainer import Phase, drainer_for
-from rollback.ring.helper import Helper
-from rollback.ring.hosts import HostPart, Others, Wanted, unclaimed, under_way
+from rollback.ring import copy_requests, shard_copier
+from rollback.ring.copy_requests import CopyingHosts, CopyReport, CopyRequest, unclaimed, under_way
+from rollback.ring.drainer import DrainPhase, drainer_for
 from rollback.ring.in_run import RingInRun
+from rollback.ring.shard_copier import ShardCopier
 from rollback.ring.url import store as storing
 from rollback.ring.url.index import checkpoint_key
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
-from rollback.rundir import beacon
+from rollback.rundir import host_records
 from rollback.rundir import paths as names
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths, pack_name, shard_name
@@ -109,20 +108,20 @@ class Run:
             return list(at_url.held())
 
     @contextmanager
-    def helped(self) -> Iterator[Helper]:
-        helper = Helper(self.hosts[1], "node-1", print)
-        helper.start()
+    def helped(self) -> Iterator[ShardCopier]:
+        copier = ShardCopier(self.hosts[1], "node-1", print)
+        copier.start()
         try:
-            yield helper
+            yield copier
         finally:
-            helper.close(over=False)
+            copier.close(over=False)
 
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     lay_out_as(getattr(request, "param", "files"), monkeypatch)
-    monkeypatch.setattr(module, "_POLL", 0.01)
-    monkeypatch.setattr(helping, "_POLL", 0.01)
+    monkeypatch.setattr(copy_requests, "_POLL", 0.01)
+    monkeypatch.setattr(shard_copier, "_POLL", 0.01)
     return Run(tmp_path, monkeypatch)
 
 
@@ -215,11 +214,11 @@ def test_a_part_that_is_not_what_the_manifest_says_makes_no_checkpoint(run: Run,
 def test_a_host_that_does_not_answer_costs_this_try_and_no_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     name = run.into_slots(1, 10)
     at_run = run.ring_in_run()
-    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    monkeypatch.setattr(copy_requests, "PATIENCE", 0.2)
     with pytest.raises(RingUnavailable, match="no host has said within 0 s that it has shard 1"):
         run.put(at_run, name)
     assert list(run.paths.ring.iterdir()) == []
-    monkeypatch.setattr(module, "PATIENCE", 30.0)
+    monkeypatch.setattr(copy_requests, "PATIENCE", 30.0)
     with run.helped():
         run.put(at_run, name)
     at_run.close()
@@ -258,28 +257,28 @@ def test_which_host_has_which_shards_is_known_unless_two_have_the_same(
     shards = tuple(ShardRecord(file=shard_name(rank), size=8, hash="0" * 32) for rank in range(4))
     manifest = manifest_of(1, 10, 4).model_copy(update={"shards": shards})
     (tmp_path / shard_name(0)).touch()
-    meeting = beacon.SharedDirectory(run.paths.nodes)
-    others, tower = Others(run.paths, URL), beacon.Watchtower(meeting, "wanted.json", Wanted)
-    parts: list[beacon.Beacon[HostPart]] = []
+    meeting = host_records.SharedDirectory(run.paths.nodes)
+    others, watcher = CopyingHosts(run.paths, URL), host_records.RecordWatcher(meeting, "wanted.json", CopyRequest)
+    parts: list[host_records.RecordPublisher[CopyReport]] = []
     with pytest.raises(RingUnavailable, match="two hosts say") if shares is None else contextlib.nullcontext():
         with others.copying(manifest, tmp_path, into_run=into_run) as found:
-            (wanted,) = tower.look().values()
+            (wanted,) = watcher.look().values()
             assert (found.own, wanted.shards) == ((0,), (1, 2, 3))
             for number, claim in enumerate(claims):
-                part = HostPart(order=wanted.order, shards=claim, done=claim)
-                parts.append(beacon.Beacon(meeting, f"part-{number}.json", part, print))
+                part = CopyReport(order=wanted.order, shards=claim, done=claim)
+                parts.append(host_records.RecordPublisher(meeting, f"part-{number}.json", part, print))
         assert found.others == shares
     for shown in parts:
-        shown.put_out()
+        shown.stop()
     others.close()
 
 
 def test_the_part_of_a_host_that_is_lost_is_with_nobody() -> None:
-    claimed = HostPart(order="1", shards=(1, 2), done=(1,))
+    claimed = CopyReport(order="1", shards=(1, 2), done=(1,))
     assert unclaimed([1, 2], [], [claimed]) == []
     assert under_way([claimed])
     assert unclaimed([1, 2], [1], []) == [2], "what was done stays done"
-    assert not under_way([HostPart(order="1", shards=(1, 2), done=(2, 1)), HostPart(order="1")])
+    assert not under_way([CopyReport(order="1", shards=(1, 2), done=(2, 1)), CopyReport(order="1")])
 
 
 @pytest.mark.covering
@@ -287,8 +286,8 @@ def test_the_part_of_a_host_that_is_lost_is_with_nobody() -> None:
 @pytest.mark.parametrize("lost", ["nothing", "contents", "names"])
 def test_whoever_fills_the_ring_may_die_at_any_moment(run: Run, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     """The other host goes on, and helps the successor. lost: with the power, of what was not synced."""
-    monkeypatch.setattr(beacon, "_SIGNS", 0.001)  # one host shows signs of life every 1,000 s
-    monkeypatch.setattr(beacon, "_SELDOM", 1000.0)
+    monkeypatch.setattr(host_records, "_SIGNS", 0.001)  # one host shows signs of life every 1,000 s
+    monkeypatch.setattr(host_records, "_SELDOM", 1000.0)
     old, new = run.into_slots(0, 0), run.into_slots(1, 10)
     mortal = Mortal(monkeypatch)
     seen = set()
@@ -302,7 +301,7 @@ def test_whoever_fills_the_ring_may_die_at_any_moment(run: Run, monkeypatch: pyt
                 ring.evict(run.paths, new)
             dying = run.ring_in_run()
             mortal.die(number, lambda dying=dying: run.put(dying, new))
-            put_out(dying)
+            stop_publishing(dying)
             if lost == "contents":
                 mortal.lose_power(run.paths.root)
             elif lost == "names":
@@ -346,7 +345,7 @@ def test_good_checkpoints_of_two_hosts_are_drained_and_their_memory_is_given_bac
 
     drainer = drainer_for(run.paths, Settings(keep=3, checkpoint_every="10"), note, print)
     assert drainer is not None
-    with run.helped() as helper:
+    with run.helped() as copier:
         drainer.start()
         for seq in range(6):
             name = run.into_slots(seq, 10 * seq)
@@ -354,11 +353,11 @@ def test_good_checkpoints_of_two_hosts_are_drained_and_their_memory_is_given_bac
             wait_for(lambda name=name: name in drained(facts))
         run.record.commit(100.0, run.into_slots(6, 60), 60, good=False)
         drainer.finish()
-        assert drainer.wait(Phase.FINISHED, 60)
+        assert drainer.wait(DrainPhase.FINISHED, 60)
         drainer.close()
-        assert drainer.wait(Phase.CLOSED, 60)
-        helper.linger(60)
-        helper.close(over=True)
+        assert drainer.wait(DrainPhase.CLOSED, 60)
+        copier.linger(60)
+        copier.close(over=True)
     assert ring.names(run.paths) == [manifest_of(seq, 10 * seq).name for seq in (3, 5, 6)]
     assert all(whole(run.paths, name) for name in ring.names(run.paths))
     assert [tiers.fast_tier_of(paths) for paths in run.hosts] == [None, None]
@@ -367,17 +366,17 @@ def test_good_checkpoints_of_two_hosts_are_drained_and_their_memory_is_given_bac
 
 def test_a_host_keeps_its_memory_where_the_newest_in_it_is_nowhere_else(run: Run) -> None:
     run.record.commit(0.0, run.into_slots(0, 0), 0)
-    helper = Helper(run.hosts[1], "node-1", print)
-    helper.start()
-    helper.close(over=True)
+    copier = ShardCopier(run.hosts[1], "node-1", print)
+    copier.start()
+    copier.close(over=True)
     assert tiers.fast_tier_of(run.hosts[1]) is not None
 
 
-def put_out(at_run: RingInRun) -> None:
+def stop_publishing(at_run: RingInRun) -> None:
     """What a process that is gone shows stays, and is not rewritten any more."""
-    shown = at_run._others._beacon
+    shown = at_run._others._publisher
     if shown is not None:
-        shown.put_out(remove=False)
+        shown.stop(remove=False)
 
 
 def drained(facts: list[Fact]) -> list[str]:

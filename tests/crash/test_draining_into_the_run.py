@@ -20,7 +20,7 @@ from rollback.errors import CheckpointDamaged
 from rollback.facts.training import Drained, DrainFailed, Fact
 from rollback.ring import drainer as draining
 from rollback.ring import in_run
-from rollback.ring.drainer import Phase, drainer_for
+from rollback.ring.drainer import DrainPhase, drainer_for
 from rollback.ring.in_run import RingInRun
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -120,9 +120,9 @@ def test_good_checkpoints_go_from_the_slots_to_the_ring_which_keeps_its_capacity
     into_slot(tier, tmp_path / "source-6", 6, 60)
     run.commit(100.0, manifest_of(6, 60).name, 60, good=False)
     drainer.finish()
-    assert drainer.wait(Phase.FINISHED, 30)
+    assert drainer.wait(DrainPhase.FINISHED, 30)
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 30)
+    assert drainer.wait(DrainPhase.CLOSED, 30)
     assert ring.names(paths) == [manifest_of(seq, 10 * seq).name for seq in (3, 5, 6)]
     assert all(whole(paths, name) for name in ring.names(paths))
 
@@ -161,7 +161,7 @@ def test_a_shard_that_cannot_be_read_for_a_moment_is_copied_at_the_next_try(
     wait_for(lambda: any(isinstance(fact, last) and fact.checkpoint == name for fact in facts))
     drainer.give_up()
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 30)
+    assert drainer.wait(DrainPhase.CLOSED, 30)
     assert [fact.checkpoint for fact in facts if isinstance(fact, DrainFailed)] == [None, name][:failures]
     assert ring.names(run.paths) == ([name] if failures == 1 else [])
 

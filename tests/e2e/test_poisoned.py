@@ -18,7 +18,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.blamed_data import blame
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, rank_ends
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
-from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure
 
 TOY = Toy(200, poison=(123,))
 
@@ -37,7 +37,7 @@ class Supervised:
         status = self.forker.status(self.toy, self.run, log=str(log), **request)
         assert status != 0, Path(str(self.run) + ".txt").read_text()
         account = Failures(error="", failures=(RankFailure(rank=0, pid=1, exitcode=status, message=None),))
-        left = Left(status=1, failures=account)
+        left = HostOutcome(status=1, failures=account)
         evidence = gather(
             self.paths, TrainJournal(self.paths.train_journal), self.attempt, left=left, told_to_stop=False
         )

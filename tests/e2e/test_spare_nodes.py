@@ -31,7 +31,7 @@ from rollback.facts.training import (
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.status.status import read_status
-from rollback.inspect.why.why import read_account
+from rollback.inspect.why.why import read_attempt_report
 from rollback.rundir.requests import Request, now, submit
 
 needs_hosts = pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
@@ -50,7 +50,7 @@ def test_a_node_whose_ranks_die_twice_is_replaced_by_the_spare_and_everybody_is_
         assert (replaced.node, replaced.by, replaced.rank, replaced.why) == ("node-1", "node-2", 1, "failing")
         told = "node-1 fails again and again: node-2 takes its place (node rank 1)"
         assert f"rollback: {told}" in nodes.output()
-        assert read_account(nodes.run, 2).nodes == [told], nodes.output()
+        assert read_attempt_report(nodes.run, 2).nodes == [told], nodes.output()
         assert compile_audit(read_run_contents(nodes.run)).attempts[1].nodes == [told]
         assert read_status(nodes.run).spare_nodes == "node-1"
 

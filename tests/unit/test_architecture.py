@@ -15,11 +15,22 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "rollback").rglob("*.py"))
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_the_name_of_a_class_or_a_type_means_one_thing() -> None:
     defined = Counter(
-        node.name for path in MODULES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+        name for path in MODULES for node in ast.parse(path.read_text()).body if (name := _type_defined_by(node))
     )
     assert [name for name, count in defined.items() if count > 1] == []
+
+
+def _type_defined_by(node: ast.stmt) -> str | None:
+    """The class or the alias of a type. Constants are in capitals, and a TypeVar is of its module alone."""
+    if isinstance(node, ast.ClassDef):
+        return node.name
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            is_variable = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "TypeVar"
+            return name if re.match("[A-Z]", name) and not name.isupper() and not is_variable else None
+    return None
 
 
 def test_no_two_test_files_have_one_name() -> None:

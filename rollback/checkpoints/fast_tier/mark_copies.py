@@ -27,7 +27,7 @@ from rollback.system.durable import write_file
 _STATUS_AT, _STATUS = 2048, 2048  # in the first page: whether the rank has left, or stopped to leave marks
 _NOTHING = bytes(_STATUS)
 _CHECK, _NO_CHECK = 8, bytes(8)
-_WORD = struct.Struct("<3Q")  # see `FedMarks.hear`; the last number: when this host heard no more, or 0
+_WORD = struct.Struct("<3Q")  # see `LiveMarkCopies.hear`; the last number: when this host heard no more, or 0
 _NEVER = 1 << 62
 _NAME = re.compile(r"marks-(\d{5,9})")
 _KEPT = re.compile(r"lock|busy|fed")
@@ -99,7 +99,7 @@ class CopiedMarks:
         self.marks = end_marks.marks_of(self.slots)
         self._fed = self.marks.root / "fed"
 
-    def is_fed(self) -> bool:
+    def is_live(self) -> bool:
         """Whether this host still hears from that one. Raises OSError."""
         return files.is_locked(self._fed, fcntl.LOCK_SH)
 
@@ -110,7 +110,7 @@ class CopiedMarks:
         return int(clock + (ended or time.monotonic_ns()) - arrived)
 
 
-class FedMarks:
+class LiveMarkCopies:
     """Copies of one seat's marks that are being written. One thread of this host's supervisor; `close` it.
 
     ranks: that host's. hosts: its hosts.json. What was there of another attempt is removed first. Raises OSError, also

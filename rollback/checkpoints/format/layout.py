@@ -35,7 +35,7 @@ MOST_SPACE = HEADER_LIMIT - _PAGE
 PADDING = "padding"
 """A tensor that means nothing: it keeps a file of the fast tier at its size, whatever is in it."""
 
-Kind = tuple[str, tuple[int, ...]]
+TensorKind = tuple[str, tuple[int, ...]]
 """Dtype code and shape of a tensor."""
 
 
@@ -82,7 +82,7 @@ class Layout:
         return struct.pack("<Q", space) + text + b" " * (space - len(text))
 
 
-def lay_out(kinds: Mapping[str, Kind], header_space: int, size: int | None = None) -> Layout:
+def lay_out(kinds: Mapping[str, TensorKind], header_space: int, size: int | None = None) -> Layout:
     """The layout of these tensors behind `header_space` bytes, a multiple of eight.
 
     With `size` the file has that many bytes: a tensor `PADDING` takes what the others leave. Raises ValueError where
@@ -107,11 +107,11 @@ def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     return prod(shape) * ITEM_SIZE[dtype]
 
 
-def _rank(name: str, kind: Kind) -> tuple[bool, bool, int, str]:
+def _rank(name: str, kind: TensorKind) -> tuple[bool, bool, int, str]:
     return name == PADDING, bytes_of(*kind) % _PAGE > 0, -ITEM_SIZE[kind[0]], name
 
 
-def header_space_for(kinds: Mapping[str, Kind], metadata: Mapping[str, str], multiple: int = 8) -> int:
+def header_space_for(kinds: Mapping[str, TensorKind], metadata: Mapping[str, str], multiple: int = 8) -> int:
     """Bytes that a header takes, filled up to a multiple of so many."""
     needed = 8 + len(_header(lay_out(kinds, 0).entries, 0, metadata))
     return -(-needed // multiple) * multiple

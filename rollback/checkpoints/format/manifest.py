@@ -115,8 +115,8 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         return check_of(self.model_dump(mode="json", exclude={"created"}))
 
     @property
-    def order(self) -> tuple[int, int]:
-        """By which checkpoints are sorted, oldest first, as `CheckpointName.order`."""
+    def sort_key(self) -> tuple[int, int]:
+        """By which checkpoints are sorted, oldest first, as `CheckpointName.sort_key`."""
         return self.seq, self.step
 
     @property

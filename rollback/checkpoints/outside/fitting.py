@@ -13,7 +13,7 @@ import xxhash
 
 from rollback.checkpoints.format.contents import Stored
 from rollback.checkpoints.format.hashing import ShardHash
-from rollback.checkpoints.format.layout import DTYPE_NAME, Kind
+from rollback.checkpoints.format.layout import DTYPE_NAME, TensorKind
 from rollback.checkpoints.format.parts import Part, whole
 from rollback.checkpoints.format.shard import ShardReader, Written
 from rollback.checkpoints.outside import dcp_files, huggingface
@@ -116,7 +116,7 @@ class JobTensors:
     """What a job has. model: kinds by name. same: for names of one and the same tensor, the first of them. trained: the
     parameters of the optimizer that have a name."""
 
-    model: Mapping[str, Kind]
+    model: Mapping[str, TensorKind]
     same: Mapping[str, str]
     trained: Sequence[str]
 
@@ -199,10 +199,10 @@ def _optimizer_state(tensors: Mapping[str, StoredTensor], trained: Sequence[str]
     return best
 
 
-def _kind_of(stored: StoredTensor) -> Kind:
+def _kind_of(stored: StoredTensor) -> TensorKind:
     (part, first), *_ = stored
     return first.entry.dtype, part.shape
 
 
-def _words(kind: Kind) -> str:
+def _words(kind: TensorKind) -> str:
     return f"{DTYPE_NAME[kind[0]]}{list(kind[1])}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.checkpoints.format.layout import Kind, bytes_of
+from rollback.checkpoints.format.layout import TensorKind, bytes_of
 from rollback.system.small_json import parse_json
 
 MODEL = "model.safetensors"
@@ -18,7 +18,7 @@ INDEX_SUFFIX = ".index.json"
 _INDEX_LIMIT = 64 << 20
 
 
-def split(kinds: Mapping[str, Kind], largest: int) -> list[list[str]]:
+def split(kinds: Mapping[str, TensorKind], largest: int) -> list[list[str]]:
     """The tensors of each file, in their order: as many as fit into `largest` bytes, one at least."""
     files: list[list[str]] = [[]]
     room = largest
@@ -50,7 +50,7 @@ def present(entry: Path) -> list[Path]:
     return [path for path in (entry, index_of(entry)) if path.is_file()] + parts
 
 
-def write_index(path: Path, files: Mapping[str, Sequence[str]], kinds: Mapping[str, Kind]) -> None:
+def write_index(path: Path, files: Mapping[str, Sequence[str]], kinds: Mapping[str, TensorKind]) -> None:
     """Write an index. files: the tensors of each file, by its name. Raises OSError."""
     body = {
         "metadata": {"total_size": sum(bytes_of(*kind) for kind in kinds.values())},

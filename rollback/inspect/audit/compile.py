@@ -28,7 +28,7 @@ from rollback.system.collector import no_collection
 @no_collection()
 def compile_audit(contents: RunContents) -> report.AuditReport:
     """The report of a run."""
-    records, told = contents.records, of_kinds(contents.records, facts.TOLD)
+    records, told = contents.records, of_kinds(contents.records, facts.RARE_KINDS)
     history = contents.history
     costs = reckon(records, history.reached, contents.progress)
     notices = [*contents.notices, *costs.notices]
@@ -37,7 +37,7 @@ def compile_audit(contents: RunContents) -> report.AuditReport:
     skipped = _skipped(contents, history, last_passed, notices)
     incidents = _incidents(contents, told, history, costs, passed)
     orphaned = contents.abandoned and lacks_its_end(told)
-    attempts = _attempts(records, costs, contents.held, orphaned)
+    attempts = _attempts(records, costs, contents.locked, orphaned)
     begun = next(reversed(of_kinds(told, {facts.Attached, facts.Restored})), None)
     return report.AuditReport(
         run=_run(contents),
@@ -63,7 +63,10 @@ def compile_audit(contents: RunContents) -> report.AuditReport:
         ],
         last_judged=last_judged(contents.last_metrics, begun, history.timeline),
         ending=confirmed(
-            ending_of(told), held=contents.held, reached=attempts[-1].reached if attempts else None, orphaned=orphaned
+            ending_of(told),
+            locked=contents.locked,
+            reached=attempts[-1].reached if attempts else None,
+            orphaned=orphaned,
         ),
         notices=notices,
     )
@@ -205,7 +208,7 @@ def _checkpoints(records: Sequence[facts.JournalEntry], history: History) -> lis
     for record in of_kinds(records, _FATES):
         match record.fact:
             case facts.Committed() as fact:
-                status: report.CheckpointStatus = "good" if fact.checkpoint in history.good else "candidate"
+                status: report.CheckpointOutcome = "good" if fact.checkpoint in history.good else "candidate"
                 status = "discarded" if fact.checkpoint in history.discarded else status
                 entries[fact.checkpoint] = report.CheckpointEntry(
                     fact.checkpoint, fact.step, fact.batch, record.at, status, None, fact.bytes, fact.seconds, fact.tier
@@ -227,13 +230,13 @@ def _checkpoints(records: Sequence[facts.JournalEntry], history: History) -> lis
 
 
 def _attempts(
-    records: Sequence[facts.JournalEntry], costs: Costs, held: bool, orphaned: bool
+    records: Sequence[facts.JournalEntry], costs: Costs, locked: bool, orphaned: bool
 ) -> list[report.AttemptEntry]:
-    """held, orphaned: as for `confirmed`, of the last attempt."""
+    """locked, orphaned: as for `confirmed`, of the last attempt."""
     began = {record.attempt: record.at for record in reversed(records)}
     own, last = by_attempt(of_kinds(records, _OF_ATTEMPTS)), max(began, default=0)
     return [
-        _attempt(number, at, own.get(number, []), costs, last=last, held=held, orphaned=orphaned)
+        _attempt(number, at, own.get(number, []), costs, last=last, locked=locked, orphaned=orphaned)
         for number, at in sorted(began.items())
     ]
 
@@ -245,7 +248,7 @@ _OF_ATTEMPTS = frozenset({
 
 
 def _attempt(
-    number: int, began: str, records: list[facts.JournalEntry], costs: Costs, *, last: int, held: bool, orphaned: bool
+    number: int, began: str, records: list[facts.JournalEntry], costs: Costs, *, last: int, locked: bool, orphaned: bool
 ) -> report.AttemptEntry:
     is_last = number == last
     started, attached = last_fact(records, facts.AttemptStarted), last_fact(records, facts.Attached)
@@ -258,7 +261,7 @@ def _attempt(
     if stopped or refused or (ended and ended.why == "told_to_stop"):
         how = "stopped"
     elif (ended and ended.status == 0 and (finished or not attached)) or (
-        finished and not ended and not (held and is_last) and costs.reached.get(number, 0) <= finished.step
+        finished and not ended and not (locked and is_last) and costs.reached.get(number, 0) <= finished.step
     ):
         how = "finished"
     elif is_last and not ended:

@@ -54,7 +54,7 @@ class RunContents:
     evidence: dict[int, dict[int, RankEvidence]] = field(default_factory=dict)
     """The evidence of each incident, by rank."""
     last_metrics: list[Metric] = field(default_factory=list)
-    held: bool = False
+    locked: bool = False
     """Whether somebody holds the run directory, or was killed while holding it."""
     abandoned: bool = False
     """Whether who holds the run directory was killed, and no rank is alive."""

@@ -11,7 +11,7 @@ from rollback.suspects import suspects
 from rollback.terminal.messages import printable
 
 
-class SampleAccount(Document):
+class SampleReport(Document):
     """Schema of `rollback audit --samples --format json`, version 1; conventions as in the audit."""
 
     directory: str
@@ -19,11 +19,11 @@ class SampleAccount(Document):
     notices: list[str]
 
 
-def read_sample_account(root: Path) -> SampleAccount:
+def read_sample_report(root: Path) -> SampleReport:
     """Raises UsageError, RunDirectoryError or JournalDamaged; nothing is written."""
     notices: list[str] = []
     history = fold(read_records(require_run_directory(root), notices))
-    return SampleAccount(directory=str(root), samples=sample_entries(history), notices=notices)
+    return SampleReport(directory=str(root), samples=sample_entries(history), notices=notices)
 
 
 def sample_entries(history: History) -> list[SampleEntry]:
@@ -48,8 +48,8 @@ def sample_entries(history: History) -> list[SampleEntry]:
     ]
 
 
-def in_words(account: SampleAccount) -> str:
-    lines = [f"sample {entry.sample}: {sample_in_words(entry)}" for entry in account.samples]
+def in_words(report: SampleReport) -> str:
+    lines = [f"sample {entry.sample}: {sample_in_words(entry)}" for entry in report.samples]
     return "\n".join(map(printable, lines or ["no sample is suspected or left out"]))
 
 

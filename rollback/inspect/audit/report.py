@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rollback.facts.fact import InitialState, Sharding
-from rollback.facts.training import Action, Order, Outcome, Tier, Window
+from rollback.facts.training import Action, Outcome, RequestKind, Tier, Window
 from rollback.inspect.document import Document, Point, ReportItem
-from rollback.inspect.record.ending import Ending
+from rollback.inspect.record.ending import RunEnding
 from rollback.inspect.record.last_judged import LastJudged
 from rollback.inspect.record.reading import NODES_IN_WORDS, REMARKS_IN_WORDS
 from rollback.rundir.evidence import Explosion, Where
 
-CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
+CheckpointOutcome = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
 
 
 class Span(ReportItem):
@@ -193,7 +193,7 @@ class RequestEntry(ReportItem):
     """What an operator asked for. Null where the request could not be read."""
 
     request: str = Field(description="its name")
-    order: Order | None
+    order: RequestKind | None
     to: int | None = Field(description="step to go back to")
     skip: Window | None = Field(description="batches to pass over")
     samples: list[int] = Field([], description="data set samples to leave out, or to take in again")
@@ -213,7 +213,7 @@ class CheckpointEntry:
     step: Annotated[int | None, Field(description="null where the line that would tell was lost in a crash")]
     batch: int | None
     at: str
-    status: CheckpointStatus
+    status: CheckpointOutcome
     reason: Annotated[str | None, Field(description="why it was evicted, quarantined or dropped")]
     bytes: int | None
     seconds: Annotated[float | None, Field(description="from snapshot to commit")]
@@ -307,7 +307,7 @@ class AuditReport(Document):
     advice: list[Message]
     troubles: list[Message]
     last_judged: LastJudged | None = Field(description="null: no step is on record")
-    ending: Ending | None = Field(description="null while the run is running, or where it died without a word")
+    ending: RunEnding | None = Field(description="null while the run is running, or where it died without a word")
     notices: list[str] = Field(description="what could not be read or does not add up")
 
     def stories(self) -> list[list[IncidentEntry]]:

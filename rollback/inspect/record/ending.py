@@ -22,7 +22,7 @@ NO_END = "no end is on record: its supervisor was killed, its host went down, or
 """Of an attempt whose supervisor is gone. Ranks are told to stop then: that they did is not how it ended."""
 
 
-class Ending(ReportItem):
+class RunEnding(ReportItem):
     how: Ended
     at: str
     step: int | None
@@ -40,9 +40,9 @@ class Ending(ReportItem):
         return f"{self.how.replace('_', ' ')}{at}: {self.account}"
 
 
-def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:
+def ending_of(records: Iterable[facts.JournalEntry]) -> RunEnding | None:
     """How the run ended; None: it is running, or its end is not on record."""
-    ending: Ending | None = None
+    ending: RunEnding | None = None
     for record in of_kinds(records, TURNS):
         match record.fact:
             case facts.AttemptStarted() | facts.Attached() | facts.RestartScheduled():  # whatever the ranks said
@@ -67,7 +67,7 @@ def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:
                 told = {"exit_code": fact.exit_code, "by_supervisor": True, "account": account}
                 ending = ending.model_copy(update=told)
             case facts.RunEnded() as fact:
-                ending = Ending(
+                ending = RunEnding(
                     how=_by_exit_code(fact.exit_code), at=record.at, step=None, exit_code=fact.exit_code,
                     by_supervisor=True, account=fact.reason,
                 )  # fmt: skip
@@ -95,19 +95,19 @@ def _by_exit_code(code: int) -> Ended:
     return "gave_up" if code else "finished"
 
 
-def _said(record: facts.JournalEntry, how: Ended, step: int, account: str) -> Ending:
+def _said(record: facts.JournalEntry, how: Ended, step: int, account: str) -> RunEnding:
     """An ending that only the ranks recorded."""
-    return Ending(how=how, at=record.at, step=step, exit_code=None, by_supervisor=False, account=account)
+    return RunEnding(how=how, at=record.at, step=step, exit_code=None, by_supervisor=False, account=account)
 
 
-def confirmed(ending: Ending | None, *, held: bool, reached: int | None, orphaned: bool) -> Ending | None:
+def confirmed(ending: RunEnding | None, *, locked: bool, reached: int | None, orphaned: bool) -> RunEnding | None:
     """The ending; None: it was only the end of one pass over the data.
 
-    held: somebody holds the run directory, or was killed while holding it. reached: the furthest step of the attempt.
+    locked: somebody holds the run directory, or was killed while holding it. reached: the furthest step of the attempt.
     orphaned: the attempt's end lacks (`lacks_its_end`), and neither who holds the run directory nor a rank is alive.
     """
     if ending is not None and ending.how == "preempted" and orphaned:
         return ending.model_copy(update={"orphaned": True, "account": f"{ending.account}; {NO_END}"})
     if ending is None or ending.how != "finished" or ending.by_supervisor:
         return ending
-    return None if held or (reached or 0) > (ending.step or 0) else ending
+    return None if locked or (reached or 0) > (ending.step or 0) else ending

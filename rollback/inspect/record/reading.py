@@ -11,13 +11,13 @@ from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.facts.history import History
 from rollback.facts.training import Accepted, AttemptStarted, Fetched, JournalEntry, NoLastSnapshot, StuckAtExit
 from rollback.rundir import seal
-from rollback.rundir.elsewhere import read_elsewhere
 from rollback.rundir.identity import require_format
 from rollback.rundir.journal.journal import of_kinds, read_journal
 from rollback.rundir.lock import is_holder_alive
 from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
 from rollback.rundir.metrics.metric_lines import read_last_metrics
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.record_location import read_record_location
 from rollback.wording import first_few
 
 REMARKS = (Accepted, NoLastSnapshot, Fetched, StuckAtExit)
@@ -51,7 +51,7 @@ def require_run_directory(root: Path) -> RunPaths:
                 f"{root} is not a run directory: it has neither run.json nor a journal",
                 hint="a run directory appears when a guarded job starts; look for runs/<script> where it was launched",
             )
-        if (elsewhere := read_elsewhere(paths)) is not None:
+        if (elsewhere := read_record_location(paths)) is not None:
             host, directory = elsewhere
             raise RunDirectoryError(
                 f"{root} is what one host keeps of a run; its record is on {host}, in {directory}",

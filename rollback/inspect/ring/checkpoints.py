@@ -27,7 +27,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.terminal.quantities import seconds_since_epoch
 
-Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
+CheckpointStanding = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
 _OF_A_MANIFEST = {"step", "batch", "epoch", "timeline", "attempt", "created"}
 PLACES: dict[Tier, str] = {"fast": "memory", "durable": "the ring"}
@@ -52,7 +52,7 @@ class Checkpoint(ReportItem):
     )
     bytes: int | None = Field(description="of all its shards")
     ranks: int | None = Field(description="that wrote it, a shard each")
-    status: Status = Field(
+    status: CheckpointStanding = Field(
         description="damaged: its manifest cannot be believed; quarantined: put aside by the run as it could not be "
         "used; unknown: the journal cannot be read"
     )
@@ -125,7 +125,7 @@ def read_listing(root: Path) -> Listing:
         manifest, pinned_, fault = sound.get(name), name in pins, faults.get(name)
         status = _status(manifest, history, present) if manifest else "damaged"
         entries.append(_entry(name, manifest, status, tiers=tiers, pinned=pinned_, fault=fault))
-    entries.sort(key=lambda entry: CheckpointName(entry.checkpoint).order)
+    entries.sort(key=lambda entry: CheckpointName(entry.checkpoint).sort_key)
     shared = Counter(manifest.frozen for manifest in sound.values() if manifest.frozen)
     finished = history.finished if history else None
     final = finished.checkpoint if finished and finished.checkpoint in present else None
@@ -156,7 +156,7 @@ def read_held(root: Path) -> list[Checkpoint]:
             away = _entry(point.name, None, "good")
             entries[point.name] = away.model_copy(update={"batch": point.batch})
     held = [entry for entry in entries.values() if entry.status in ("good", "candidate", "unknown")]
-    return sorted(held, key=lambda entry: CheckpointName(entry.checkpoint).order)
+    return sorted(held, key=lambda entry: CheckpointName(entry.checkpoint).sort_key)
 
 
 def has_memory_elsewhere(paths: RunPaths) -> bool:
@@ -231,7 +231,7 @@ def _read_history(paths: RunPaths, notices: list[str]) -> History | None:
         return None
 
 
-def _status(manifest: Manifest, history: History | None, present: set[str]) -> Status:
+def _status(manifest: Manifest, history: History | None, present: set[str]) -> CheckpointStanding:
     if history is None:
         return "unknown"
     if manifest.name not in present:
@@ -243,7 +243,7 @@ def _elsewhere(paths: RunPaths, history: History | None, here: Collection[str]) 
     """A notice, if the run goes on from a checkpoint that this host cannot see."""
     if history is None or not has_memory_elsewhere(paths):
         return []
-    if not (held := history.held) or held[-1] in here:
+    if not (held := history.restorable) or held[-1] in here:
         return []
     return [f"{held[-1]}, the newest, cannot be seen from here: in memory of another host, at the ring's URL, or lost"]
 
@@ -265,7 +265,7 @@ def _quarantined(paths: RunPaths) -> list[Checkpoint]:
 def _entry(
     name: str,
     manifest: Manifest | None,
-    status: Status,
+    status: CheckpointStanding,
     *,
     tiers: Sequence[Tier] = (),
     pinned: bool = False,

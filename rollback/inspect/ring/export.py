@@ -12,7 +12,7 @@ from rollback.checkpoints.format.frozen import FrozenFiles
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.checkpoints.outside import huggingface
-from rollback.checkpoints.tiers import held, locate
+from rollback.checkpoints.tiers import hold_slot, locate
 from rollback.errors import CheckpointDamaged, CheckpointUnusable, OutputNotWritten, UsageError, reporting
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.checkpoints import FINAL, best_word, choose
@@ -162,7 +162,7 @@ def _open(run: ReadableRun, name: str, identity: Identity | None, stack: ExitSta
     for place in sorted(places, key=lambda place: place.tier == "fast"):
         with ExitStack() as attempt:
             try:
-                attempt.enter_context(run.shards(name) if place.tier == "durable" else held(place))
+                attempt.enter_context(run.shards(name) if place.tier == "durable" else hold_slot(place))
                 shards = ring.open_shards(place.directory, place.manifest)
                 for shard in shards:
                     attempt.callback(shard.close)

@@ -23,7 +23,7 @@ from rollback.errors import CheckpointUnreadable, CheckpointUnusable, ExitCode
 from rollback.facts.training import Tier
 from rollback.inspect.document import Document, ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
-from rollback.inspect.ring.checkpoints import PLACES, DamagedSlot, Status, choose
+from rollback.inspect.ring.checkpoints import PLACES, CheckpointStanding, DamagedSlot, choose
 from rollback.rundir.identity import JobIdentity, read_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
 
@@ -44,7 +44,7 @@ class Verified(ReportItem):
     tiers: list[Tier] = Field(description="where it was looked at, as in `rollback ring list`")
     sound: list[Tier] = Field(description="where there is nothing wrong with it: one is enough for a start")
     step: int
-    status: Status
+    status: CheckpointStanding
     bytes: int | None
     intact: bool = Field(description="in all these tiers")
     faults: list[CheckpointFault]

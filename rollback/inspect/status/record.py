@@ -7,7 +7,7 @@ from rollback.facts import training as facts
 from rollback.facts.history import History, fold, merge_windows
 from rollback.inspect.document import Point
 from rollback.inspect.record.cost import TELLING
-from rollback.inspect.record.ending import TURNS, Ending, ending_of, lacks_its_end
+from rollback.inspect.record.ending import TURNS, RunEnding, ending_of, lacks_its_end
 from rollback.inspect.record.reading import merge
 from rollback.rundir.journal.journal import of_kind, of_kinds
 
@@ -22,7 +22,7 @@ class RunRecord:
     """The state of a run after the facts that were taken in."""
 
     history: History = field(default_factory=History)
-    ending: Ending | None = None
+    ending: RunEnding | None = None
     lacks_its_end: bool = False
     """Whether a supervisor began the last attempt, and none has recorded its end."""
     passed_over: list[facts.Window] = field(default_factory=list)
@@ -60,7 +60,7 @@ class RunRecord:
     def begin(
         self, train: Sequence[facts.JournalEntry], supervisor: Sequence[facts.JournalEntry]
     ) -> list[facts.JournalEntry]:
-        """As `take_in`, where the history has the ranks' facts already. Of these, only the entries of `TOLD` are
+        """As `take_in`, where the history has the ranks' facts already. Of these, only the entries of `RARE_KINDS` are
         needed."""
         news = merge(train, supervisor)
         for record in of_kinds(news, _SHOWN):

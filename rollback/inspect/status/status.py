@@ -21,10 +21,10 @@ from rollback.checkpoints.tiers import Located, locate
 from rollback.errors import RunDirectoryError, message_of
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
-from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
+from rollback.facts.training import RARE_KINDS, Attached, JournalEntry, Restored, Tier
 from rollback.inspect.document import Document, Point, ReportItem, fields_of
 from rollback.inspect.record.cost import Death, deaths
-from rollback.inspect.record.ending import Ending, confirmed
+from rollback.inspect.record.ending import RunEnding, confirmed
 from rollback.inspect.record.last_judged import LINES, LastJudged, last_judged
 from rollback.inspect.record.reading import lost_lines, read_progress, require_run_directory, torn_notice
 from rollback.inspect.status.record import RunRecord
@@ -41,7 +41,7 @@ from rollback.system.collector import no_collection
 from rollback.system.processes import Alive, is_alive
 from rollback.terminal.quantities import seconds_since_epoch
 
-State = Literal["running", "starting", "ended", "died", "unknown"]
+RunState = Literal["running", "starting", "ended", "died", "unknown"]
 
 
 class RankStatus(ReportItem):
@@ -92,13 +92,13 @@ class Work(ReportItem):
     unit: Literal["bytes", "seconds", "steps"]
 
 
-class Status(Document):
+class RunStatus(Document):
     """Schema of `rollback status --json`, version 1; conventions as in the audit."""
 
     directory: str
     run_id: str | None
     world_size: int | None
-    state: State = Field(
+    state: RunState = Field(
         description="running: ranks are alive; starting: only the holder is; ended: it said so; died: without a word; "
         "unknown: it may be running on another host"
     )
@@ -137,7 +137,7 @@ class Status(Document):
         None, description="the nodes that wait for the place of another one, in words; null: there never were any"
     )
     advice: dict[str, str] = Field(description="likely mistakes in the script: text by code")
-    ending: Ending | None
+    ending: RunEnding | None
     notices: list[str]
 
 
@@ -150,7 +150,7 @@ class Now:
     host: str
 
 
-def read_status(root: Path) -> Status:
+def read_status(root: Path) -> RunStatus:
     """The status of a run. Raises UsageError, RunDirectoryError, JournalDamaged or RunDoesNotFit."""
     return StatusReader(root).read()
 
@@ -171,10 +171,10 @@ class StatusReader:
         self._unseen: list[str] = []
         self.news: list[JournalEntry] = []
         """The journal entries that the last call read; at the first one, of the ranks' that a kept history covers
-        only the `TOLD`."""
+        only the `RARE_KINDS`."""
 
     @no_collection()
-    def read(self) -> Status:
+    def read(self) -> RunStatus:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
         paths = require_run_directory(self._root)
         self.news = self._past.take_in(*(tail.new() for tail in self._tails)) if self._tails else self._begin(paths)
@@ -190,7 +190,7 @@ class StatusReader:
         self._look_for_deaths(paths, status)
         return status.model_copy(update={"death": self.deaths[max(self.deaths)] if self.deaths else None})
 
-    def _look_for_deaths(self, paths: RunPaths, status: Status) -> None:
+    def _look_for_deaths(self, paths: RunPaths, status: RunStatus) -> None:
         is_over = status.state in ("ended", "died")
         if (known := (len(self._past.told), is_over)) == self._deaths_of:
             return  # the metrics are long
@@ -213,7 +213,7 @@ class StatusReader:
     def _begin(self, paths: RunPaths) -> list[JournalEntry]:
         """Read what is there, and from the ranks' journal only what a kept history lacks."""
         past = fold_journal(paths.train_journal)
-        told = [*read_entries(paths.train_journal, TOLD, past.kept), *past.reading.records]
+        told = [*read_entries(paths.train_journal, RARE_KINDS, past.folded_blocks), *past.reading.records]
         tails = [JournalTail(paths.train_journal, past.reading), JournalTail(paths.supervisor_journal)]
         self._past, supervisor = RunRecord(past.history), tails[1].new()
         self._tails = tails
@@ -235,7 +235,7 @@ def _ring(places: Sequence[Located], history: History) -> list[HeldCheckpoint]:
 
 def _status(
     root: Path, paths: RunPaths, past: RunRecord, holder: Holder | None, ring: list[HeldCheckpoint], notices: list[str]
-) -> Status:
+) -> RunStatus:
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
@@ -249,11 +249,11 @@ def _status(
     good = history.committed[newest_good] if newest_good else None
     abandoned = holder is not None and {holder.alive, *(entry.alive for entry in ranks)} == {"no"}
     ending = confirmed(
-        past.ending, held=holder is not None, reached=point.step if point else None,
+        past.ending, locked=holder is not None, reached=point.step if point else None,
         orphaned=abandoned and past.lacks_its_end,
     )  # fmt: skip
     state = _state(holder, ranks, ending)
-    return Status(
+    return RunStatus(
         directory=str(root),
         run_id=identity.run_id if identity else None,
         world_size=identity.job.world_size if identity else None,
@@ -296,14 +296,14 @@ def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
     at, fact = past.drained or (None, None)
     place = paths.place_of_ring(fact.place) if fact else None
     history = past.history
-    put_aside = fact is not None and fact.checkpoint in history.discarded | history.gone  # on purpose
+    put_aside = fact is not None and fact.checkpoint in history.discarded | history.left_run_directory  # on purpose
     is_there = fact is None or put_aside or "://" in fact.place or paths.checkpoint(fact.checkpoint).exists()
     return Durable(
         place=place, **fields_of(fact, "checkpoint", "step"), at=at, trouble=past.undrained, is_there=is_there
     )
 
 
-def _work(paths: RunPaths, past: RunRecord, state: State, point: Point | None, now: Now) -> Work | None:
+def _work(paths: RunPaths, past: RunRecord, state: RunState, point: Point | None, now: Now) -> Work | None:
     """The present work that takes time: waiting for an attempt, writing a checkpoint, repeating lost steps."""
     if state == "starting" and past.waiting is not None:
         since, total = seconds_since_epoch(past.waiting[0]), past.waiting[1].delay
@@ -350,7 +350,7 @@ def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:
     return RankStatus.of(heartbeat, rank=rank, alive=alive, age=age)
 
 
-def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | None) -> State:
+def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: RunEnding | None) -> RunState:
     if any(entry.alive == "yes" for entry in ranks):
         return "running"
     if ending is not None:

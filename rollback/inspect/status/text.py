@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from rollback.inspect.status.status import Durable, Status
+from rollback.inspect.status.status import Durable, RunStatus
 from rollback.terminal.escape import quoted
 from rollback.terminal.quantities import at_least, duration, number, restores_in_words, steps_or_unknown
 from rollback.terminal.rows import print_rows
@@ -14,11 +14,11 @@ from rollback.wording import counted
 _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
 
 
-def print_status(console: Console, status: Status) -> None:
+def print_status(console: Console, status: RunStatus) -> None:
     print_rows(console, list(_status_rows(status)), indent=0)
 
 
-def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
+def _status_rows(status: RunStatus) -> Iterator[tuple[str, str | Text]]:
     yield "run", quoted(status.directory)
     state = Text(status.state, style=_STATES[status.state])
     if status.doing:
@@ -70,7 +70,7 @@ def _durable(ring: Durable) -> Text:
     return text.append_text(quoted(f"; not since: {ring.trouble}", style="yellow")) if ring.trouble else text
 
 
-def _open_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
+def _open_rows(status: RunStatus) -> Iterator[tuple[str, str | Text]]:
     """The rows about open work: a pending plan, open requests."""
     if status.pending:
         yield "pending", quoted(status.pending, style="yellow")

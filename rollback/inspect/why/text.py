@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from rollback.inspect.why.stacks import groups, ranges
-from rollback.inspect.why.why import AttemptAccount
+from rollback.inspect.why.why import AttemptReport
 from rollback.rundir.failures import FailureRecord
 from rollback.terminal.escape import quoted
 from rollback.terminal.rows import print_rows
@@ -38,21 +38,21 @@ _IN_WORDS = {
 _MARKERS = re.compile(r"[ ~^]+")  # what Python draws below a line of code
 
 
-def print_account(console: Console, account: AttemptAccount) -> None:
-    """Print an account. Control characters from the run are escaped."""
-    print_rows(console, list(_head(account)), indent=0)
+def print_attempt_report(console: Console, report: AttemptReport) -> None:
+    """Print a report. Control characters from the run are escaped."""
+    print_rows(console, list(_head(report)), indent=0)
     # What a rank raises after its hang was called is a consequence of the kill.
-    causes = {account.rank} if account.hung is None else {account.rank} & set(account.hung.raised)
-    own = [item for item in account.failures if item.rank in causes or (account.rank is None and not account.hung)]
-    peers = [item for item in account.failures if item not in own]
+    causes = {report.rank} if report.hung is None else {report.rank} & set(report.hung.raised)
+    own = [item for item in report.failures if item.rank in causes or (report.rank is None and not report.hung)]
+    peers = [item for item in report.failures if item not in own]
     for record in own[:_PEERS]:
         _print_failure(console, record)
-    if account.last_words is not None:
-        console.print(quoted(f"\nthe end of {account.last_words.path}", style="bold"))
-        _print_lines(console, account.last_words.text.rstrip().splitlines()[-_LAST_WORDS:])
-    if account.processes:
+    if report.last_words is not None:
+        console.print(quoted(f"\nthe end of {report.last_words.path}", style="bold"))
+        _print_lines(console, report.last_words.text.rstrip().splitlines()[-_LAST_WORDS:])
+    if report.processes:
         console.print(Text("\nstacks, most recent call first", style="bold"))
-        for group in groups(account.processes, account.rank):
+        for group in groups(report.processes, report.rank):
             console.print(quoted(group.title))
             _print_lines(console, group.lines, indent=4)
     if peers:
@@ -63,63 +63,63 @@ def print_account(console: Console, account: AttemptAccount) -> None:
         console.print("  --json has the exceptions of all ranks")
 
 
-def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
-    yield "why", _why(account)
-    if account.why is not None:
-        yield "class", _IN_WORDS[account.why]
-    yield from _ranks(account)
-    if account.signals:
-        yield "signals", quoted(", ".join(account.signals))
-    if account.blamed is not None:
-        again = " and ".join(map(str, account.blamed.attempts))
-        yield "blamed", f"batch {account.blamed.batch}, the same exception in attempts {again}: {account.blamed.answer}"
-    yield from [("state", quoted(account.last_snapshot))] if account.last_snapshot else []
-    yield from [("lost", quoted(account.death.in_words()))] if account.death else []
-    if account.decision is not None:
-        yield "then", quoted(account.decision)
-    elif account.state == "died" or (account.state == "ended" and account.cause is not None):
+def _head(report: AttemptReport) -> Iterator[tuple[str, str | Text]]:
+    yield "why", _why(report)
+    if report.why is not None:
+        yield "class", _IN_WORDS[report.why]
+    yield from _ranks(report)
+    if report.signals:
+        yield "signals", quoted(", ".join(report.signals))
+    if report.blamed is not None:
+        again = " and ".join(map(str, report.blamed.attempts))
+        yield "blamed", f"batch {report.blamed.batch}, the same exception in attempts {again}: {report.blamed.answer}"
+    yield from [("state", quoted(report.last_snapshot))] if report.last_snapshot else []
+    yield from [("lost", quoted(report.death.in_words()))] if report.death else []
+    if report.decision is not None:
+        yield "then", quoted(report.decision)
+    elif report.state == "died" or (report.state == "ended" and report.cause is not None):
         yield "then", "the same command goes on, or says why it cannot"
-    yield from (("node", quoted(text)) for text in account.nodes)
-    said = account.death and account.death.why_not_kept
-    yield from (("also", quoted(text)) for text in account.remarks if text != said)
-    if account.attempt is not None:
-        yield "attempt", quoted(f"{account.attempt}, from {account.began or 'unknown'} to {account.ended or 'unknown'}")
-    for number in sorted(account.earlier, reverse=True)[:_EARLIER]:
-        yield f"attempt {number}", quoted(account.earlier[number])
-    if len(account.earlier) > _EARLIER:
-        yield "", f"and {len(account.earlier) - _EARLIER} more that failed: `rollback audit` has all attempts"
-    yield "run", quoted(f"{account.directory}, now: {account.state}")
+    yield from (("node", quoted(text)) for text in report.nodes)
+    said = report.death and report.death.why_not_kept
+    yield from (("also", quoted(text)) for text in report.remarks if text != said)
+    if report.attempt is not None:
+        yield "attempt", quoted(f"{report.attempt}, from {report.began or 'unknown'} to {report.ended or 'unknown'}")
+    for number in sorted(report.earlier, reverse=True)[:_EARLIER]:
+        yield f"attempt {number}", quoted(report.earlier[number])
+    if len(report.earlier) > _EARLIER:
+        yield "", f"and {len(report.earlier) - _EARLIER} more that failed: `rollback audit` has all attempts"
+    yield "run", quoted(f"{report.directory}, now: {report.state}")
 
 
-def _why(account: AttemptAccount) -> Text:
-    if account.cause is not None:
-        return quoted(account.cause, style="bold red")
-    if account.attempt is not None:
+def _why(report: AttemptReport) -> Text:
+    if report.cause is not None:
+        return quoted(report.cause, style="bold red")
+    if report.attempt is not None:
         return Text("it has not failed")
-    if account.state == "unknown":
+    if report.state == "unknown":
         return Text("no failure is on record; whether the run goes on, on another host, cannot be seen from here")
-    if account.state == "died":
+    if report.state == "died":
         return Text("it is gone without a word: killed from outside, out of memory, or its machine went down")
     return Text("no attempt of this run has failed")
 
 
-def _ranks(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
+def _ranks(report: AttemptReport) -> Iterator[tuple[str, str | Text]]:
     """The rank with which it began, its host, what followed, and the position of each rank."""
-    if account.rank is not None:
-        yield "rank", quoted(str(account.rank) + (f", on host {account.host}" if account.host else ""))
-    if account.step is not None:
-        batch = "" if account.batch is None else f", with batch {account.batch} in hand"
-        yield "step", f"{account.step}{batch}"
-    if account.followed:
-        plural = "s" if len(account.followed) > 1 else ""
-        yield "followed", f"rank{plural} {ranges(account.followed)} failed because of it"
-    if account.hung is not None:
-        yield "hang", f"nothing moved for {account.hung.silent:.0f} s, {account.hung.limit:.0f} s were allowed"
-    for stood in account.ranks[:_PEERS]:
+    if report.rank is not None:
+        yield "rank", quoted(str(report.rank) + (f", on host {report.host}" if report.host else ""))
+    if report.step is not None:
+        batch = "" if report.batch is None else f", with batch {report.batch} in hand"
+        yield "step", f"{report.step}{batch}"
+    if report.followed:
+        plural = "s" if len(report.followed) > 1 else ""
+        yield "followed", f"rank{plural} {ranges(report.followed)} failed because of it"
+    if report.hung is not None:
+        yield "hang", f"nothing moved for {report.hung.silent:.0f} s, {report.hung.limit:.0f} s were allowed"
+    for stood in report.ranks[:_PEERS]:
         begun = "" if stood.collectives is None else f", {stood.collectives} collectives begun"
         yield f"rank {stood.rank}", quoted(f"last seen {stood.doing} at step {stood.step}, batch {stood.batch}{begun}")
-    if len(account.ranks) > _PEERS:
-        yield "", f"and {len(account.ranks) - _PEERS} more: --json has where each rank stood"
+    if len(report.ranks) > _PEERS:
+        yield "", f"and {len(report.ranks) - _PEERS} more: --json has where each rank stood"
 
 
 def _print_failure(console: Console, record: FailureRecord) -> None:

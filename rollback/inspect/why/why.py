@@ -17,7 +17,7 @@ from rollback.inspect.document import Document, ReportItem, fields_of
 from rollback.inspect.record.cost import Death
 from rollback.inspect.record.ending import NO_END
 from rollback.inspect.record.reading import NODES_IN_WORDS, REMARKS, REMARKS_IN_WORDS, by_attempt
-from rollback.inspect.status.status import Status, StatusReader
+from rollback.inspect.status.status import RunStatus, StatusReader
 from rollback.rundir.failures import FailureRecord, in_order_of_blame, read_failures
 from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import last_fact, of_kind
@@ -66,7 +66,7 @@ class Blame(ReportItem):
     answer: str = Field(description="what is done about it, in words")
 
 
-class AttemptAccount(Document):
+class AttemptReport(Document):
     """Schema of `rollback why --json`, version 1; conventions as in the audit."""
 
     directory: str
@@ -99,7 +99,7 @@ class AttemptAccount(Document):
     notices: list[str]
 
 
-def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
+def read_attempt_report(root: Path, attempt: int | None = None) -> AttemptReport:
     """Why `attempt` ended (default: the last one that failed).
 
     Raises UsageError for an attempt that there was not, and as `StatusReader.read`.
@@ -128,7 +128,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     first = fact.rank if fact else None
     last = last_fact(own, facts.LastSnapshotMade)
     failures = read_failures(paths.failures(number)) if number is not None else {}
-    return AttemptAccount(
+    return AttemptReport(
         directory=str(root),
         state=status.state,
         attempt=number,
@@ -158,7 +158,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     )
 
 
-def _failure(paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], now: Status | None) -> str | None:
+def _failure(paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], now: RunStatus | None) -> str | None:
     """What ended an attempt that failed, in words; None: it did not fail, or still runs.
 
     now: of the newest attempt, whose state is that of the run. None: of an earlier one nothing is alive any more.

@@ -22,7 +22,7 @@ from rollback.errors import (
     reporting,
 )
 from rollback.ring.url import record
-from rollback.ring.url.index import Index, Kept, checkpoint_key, frozen_key, read_indexes
+from rollback.ring.url.index import Index, RecordFile, checkpoint_key, frozen_key, read_indexes
 from rollback.ring.url.record import Relation, read_piece
 from rollback.ring.url.store import Store
 from rollback.rundir import seal
@@ -65,7 +65,7 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> tuple[str, ...]:
         index = complete_record(store, indexes, paths, say)
         _fetch_checkpoints(store, index, paths, say)
         if not paths.identity.exists():
-            run = index.kept("run.json")
+            run = index.record_file("run.json")
             assert run is not None
             with record.explained(store.url):
                 record.download(store, run, paths.root)
@@ -102,7 +102,7 @@ def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Sa
             _complete_record(store, index, paths, say)
         except CheckpointDamaged as error:
             if last:
-                raise record.in_words(store.url, error) from error
+                raise record.record_unreadable(store.url, error) from error
             say(f"the newest record at the ring cannot be used ({error.message}); trying the one before it")
         else:
             return index
@@ -112,11 +112,11 @@ def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Sa
 def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> None:
     identity = read_identity(paths)
     if identity is None:
-        run = index.kept("run.json")
+        run = index.record_file("run.json")
         if run is None:
             raise CheckpointDamaged(f"the index names no run.json for run {index.run_id}")
         try:  # before anything is written: it is what would be missing
-            found = parse_model(record.read_kept(store, run, SIZE), Identity)
+            found = parse_model(record.read_record_file(store, run, SIZE), Identity)
         except ValueError as error:
             raise CheckpointDamaged(f"its run.json is damaged ({str(error).splitlines()[0]})") from error
         require_key_for(found.seal is not None, store.url)
@@ -156,9 +156,9 @@ def _require_sealed_journals(store: Store, index: Index, paths: Iterable[str]) -
     if seal.present() is None:
         return
     for path in paths:
-        if (kept := index.kept(path)) is not None:
+        if (kept := index.record_file(path)) is not None:
             try:
-                require_sealed(record.read_kept(store, kept, kept.size), Path(path).stem)
+                require_sealed(record.read_record_file(store, kept, kept.size), Path(path).stem)
             except JournalDamaged as error:
                 raise CheckpointDamaged(error.message) from error
 
@@ -186,7 +186,7 @@ def relation_of(store: Store, index: Index, paths: RunPaths) -> Relation:
 
 
 def _relation(store: Store, index: Index, paths: RunPaths, path: str) -> Relation:
-    kept = index.kept(path) or Kept(path=path, pieces=())
+    kept = index.record_file(path) or RecordFile(path=path, pieces=())
     local = paths.root / path
     sound = read_journal(local).sound_bytes
     content = b""
@@ -216,7 +216,7 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
             say(f"checkpoint {name} at the ring cannot be used: {error.message}")
     history = fold_journal(paths.train_journal).history
     here = {place.name: place.manifest for place in tiers.locate(paths)}
-    ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.order))
+    ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.sort_key))
     settled: dict[str, bool] = {}
     needed: dict[FrozenRecord, None] = {}
     for wanted, count in ((ranked, 1), ([manifest for manifest in ranked if manifest.name in history.good], _GOOD)):
@@ -258,7 +258,7 @@ def _fault_of(place: tiers.Located) -> CheckpointUnusable | None:
     fault: CheckpointUnusable | None = None
     for _ in range(_TRIES):
         try:
-            with tiers.held(place):
+            with tiers.hold_slot(place):
                 for shard in place.manifest.shards:
                     _require_sound(place.directory / shard.file, shard.written, shard.start)
             return None

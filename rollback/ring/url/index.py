@@ -31,7 +31,7 @@ class RecordPiece(BaseModel, frozen=True, extra="forbid"):
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
-class Kept(BaseModel, frozen=True, extra="forbid"):
+class RecordFile(BaseModel, frozen=True, extra="forbid"):
     """A file of the record: its path in the run directory and its pieces in order."""
 
     path: str
@@ -70,7 +70,7 @@ class Index(BaseModel, frozen=True, extra="forbid"):
     written: str
     checkpoints: tuple[str, ...]
     frozen: tuple[FrozenRecord, ...] = ()
-    record: tuple[Kept, ...]
+    record: tuple[RecordFile, ...]
 
     @field_validator("checkpoints")
     @classmethod
@@ -78,14 +78,14 @@ class Index(BaseModel, frozen=True, extra="forbid"):
         for name in names:
             if CheckpointName.parse(name) is None:
                 raise ValueError(f"{name!r} is no name of a checkpoint")
-        return tuple(sorted(set(names), key=lambda name: CheckpointName(name).order))
+        return tuple(sorted(set(names), key=lambda name: CheckpointName(name).sort_key))
 
     @property
     def keys(self) -> set[str]:
         """The keys of all pieces of the record."""
         return {key for kept in self.record for key in kept.keys}
 
-    def kept(self, path: str) -> Kept | None:
+    def record_file(self, path: str) -> RecordFile | None:
         return next((kept for kept in self.record if kept.path == path), None)
 
     def to_json(self) -> bytes:
@@ -101,7 +101,7 @@ def first_index(run_id: str, writer: str) -> Index:
 
 
 def next_index(
-    index: Index, writer: str, checkpoints: Iterable[str], frozen: Iterable[FrozenRecord], record: Iterable[Kept]
+    index: Index, writer: str, checkpoints: Iterable[str], frozen: Iterable[FrozenRecord], record: Iterable[RecordFile]
 ) -> Index:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Index(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollback.errors import CheckpointDamaged, RingUnavailable
-from rollback.ring.url.index import PIECE, Index, Kept, RecordPiece, describe, piece_key, record_paths
+from rollback.ring.url.index import PIECE, Index, RecordFile, RecordPiece, describe, piece_key, record_paths
 from rollback.ring.url.store import Store, require_room
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
@@ -18,7 +18,7 @@ Relation = Literal["same", "ahead", "behind", "diverged"]
 shorter, or diverged."""
 
 
-def upload(store: Store, paths: RunPaths, before: Index) -> list[Kept]:
+def upload(store: Store, paths: RunPaths, before: Index) -> list[RecordFile]:
     """Upload the parts of the record that `before` does not have, and return their entries for the next index.
 
     Only whole lines are uploaded. A file that cannot be read, or that disappears meanwhile (a pin), stays as in
@@ -38,7 +38,7 @@ def upload(store: Store, paths: RunPaths, before: Index) -> list[Kept]:
             if number >= len(old) or old[number] != piece:
                 assert data is not None
                 store.put(piece_key(path, number * PIECE, piece), data)
-        record.append(Kept(path=path, pieces=tuple(piece for piece, _ in pieces)))
+        record.append(RecordFile(path=path, pieces=tuple(piece for piece, _ in pieces)))
     return record
 
 
@@ -63,7 +63,7 @@ def put_again(store: Store, paths: RunPaths, index: Index) -> int:
     return count
 
 
-def _pieces(path: Path, known: Kept | None) -> list[tuple[RecordPiece, bytes | None]]:
+def _pieces(path: Path, known: RecordFile | None) -> list[tuple[RecordPiece, bytes | None]]:
     """The pieces of a file. The full pieces of a file that only grows come from `known`, without reading their
     content, but the last one: what was not synced may be gone since, and other lines be in its place."""
     grows = path.suffix == ".jsonl"
@@ -80,7 +80,7 @@ def _pieces(path: Path, known: Kept | None) -> list[tuple[RecordPiece, bytes | N
     return pieces
 
 
-def relate(local: bytes, kept: Kept, read: Callable[[str, RecordPiece], bytes]) -> Relation:
+def relate(local: bytes, kept: RecordFile, read: Callable[[str, RecordPiece], bytes]) -> Relation:
     """Compare a local file with the one at the URL; calls `read(key, piece)` for one piece at most."""
     position = 0
     for key, piece in zip(kept.keys, kept.pieces, strict=True):
@@ -102,7 +102,7 @@ def read_piece(store: Store, key: str, piece: RecordPiece) -> bytes:
     return data
 
 
-def read_kept(store: Store, kept: Kept, limit: int) -> bytes:
+def read_record_file(store: Store, kept: RecordFile, limit: int) -> bytes:
     """A file of the record, of at most `limit` bytes. Raises as `read_piece`."""
     if kept.size > limit:
         raise CheckpointDamaged(f"{store.url}: {kept.path} has {kept.size} bytes; at most {limit} are believed")
@@ -117,7 +117,7 @@ def download_beginning_with(store: Store, index: Index, beginnings: tuple[str, .
                 download(store, kept, root)
 
 
-def download(store: Store, kept: Kept, root: Path) -> None:
+def download(store: Store, kept: RecordFile, root: Path) -> None:
     """Write a file of the record to its place below `root`, durable. Raises as `read_piece`, and OSError.
 
     Its path was checked when the index was read.
@@ -126,7 +126,7 @@ def download(store: Store, kept: Kept, root: Path) -> None:
     files.make_directory(target.parent)
     require_room(target.parent, kept.size)
     if len(kept.pieces) <= 1:
-        write_file(target, read_kept(store, kept, PIECE))
+        write_file(target, read_record_file(store, kept, PIECE))
         return
     arriving = target.with_name(f".{target.name}.arriving")
     with os.fdopen(files.open_file(arriving, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as sink:
@@ -144,10 +144,10 @@ def explained(url: str) -> Iterator[None]:
     try:
         yield
     except CheckpointDamaged as error:
-        raise in_words(url, error) from error
+        raise record_unreadable(url, error) from error
 
 
-def in_words(url: str, error: CheckpointDamaged) -> RingUnavailable:
+def record_unreadable(url: str, error: CheckpointDamaged) -> RingUnavailable:
     return RingUnavailable(
         f"reading the run's record at {url}: {error.message}",
         hint="restore the object from a copy or an older version of it, or name another URL; nothing was changed",

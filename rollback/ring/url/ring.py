@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollback.checkpoints.format.manifest import CheckpointFile, FrozenRecord, Manifest
 from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
-from rollback.ring.hosts import Others
+from rollback.ring.copy_requests import CopyingHosts
 from rollback.ring.url import record
 from rollback.ring.url.fetch import bring, is_abandoned, read_manifest_at, relation_of, require_same_run
 from rollback.ring.url.index import (
@@ -38,13 +38,15 @@ class RingAtUrl:
     say: takes a line for people.
     """
 
-    def __init__(self, paths: RunPaths, store: Store, say: Callable[[str], None], others: Others | None = None) -> None:
+    def __init__(
+        self, paths: RunPaths, store: Store, say: Callable[[str], None], others: CopyingHosts | None = None
+    ) -> None:
         self._paths = paths
         self._store = store
         self._say = say
         self._can_list = True
         self._looked: float | None = None  # for the pieces of the record; None: not since `open`
-        self._others = others or Others(paths, store.url)
+        self._others = others or CopyingHosts(paths, store.url)
         self._writer = new_writer()
         self._index: Index | None = None
         self._previous: Index | None = None
@@ -294,7 +296,7 @@ def _objects(manifest: Manifest) -> list[tuple[str, int]]:
 
 
 def _order(name: str) -> tuple[int, int]:
-    return CheckpointName(name).order
+    return CheckpointName(name).sort_key
 
 
 def _another_goes_on(url: str) -> RunDoesNotFit:

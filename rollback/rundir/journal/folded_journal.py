@@ -16,17 +16,17 @@ from rollback.system.collector import no_collection
 from rollback.system.durable import read_small_file, write_file
 
 _LIMIT = 1 << 30
-_FORMAT = 9
+_FORMAT = 10
 
 
 @dataclass
 class FoldedJournal:
-    """What a journal amounts to. reading: its state as a file, and the entries that were read one by one. kept: number
-    of blocks before these, of which there was a history."""
+    """What a journal amounts to. reading: its state as a file, and the entries that were read one by one.
+    folded_blocks: number of blocks before these, of which there was a history."""
 
     history: History
     reading: JournalContent
-    kept: int
+    folded_blocks: int
     _path: Path
     _beginning: bytes | None = None
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from rollback.errors import BEGIN_ANEW, BRING_BACK, RESTORE_THE_JOURNAL, JournalDamaged, RunDirectoryError, reporting
-from rollback.facts.fact import forget_what_was_given, spelt_out
+from rollback.facts.fact import drop_fields_set, escape_surrogates
 from rollback.facts.training import AnyFact, Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
 from rollback.rundir.journal.journal_index import IndexedLines, Indexing, read_index, write_index
@@ -255,7 +255,7 @@ def _scan(
                 raise ValueError(_NOT_SEALED)
             vouched = True  # by the chain: it is whole, whatever it says
             plain = line.isascii() and b"\\ud" not in line.lower()  # nearly every line
-            record = _record(body if plain else spelt_out(body))
+            record = _record(body if plain else escape_surrogates(body))
         except ValueError as error:
             torn = (last or not line) and not vouched
             damage = None if torn else Damage(lines + 1, position, str(error))
@@ -286,7 +286,7 @@ def _entries(text: bytes, numbers: Sequence[int], only: re.Pattern[bytes] | None
     facts = _facts(b"[{" + b"},{".join(fields) + b"}]") if fields else []
     if len(facts) != len(fields):
         raise ValueError("a line with more than one fact")
-    forget_what_was_given(facts)
+    drop_fields_set(facts)
     return list(map(JournalEntry, numbers, map(bytes.decode, ats), map(int, attempts), facts))
 
 

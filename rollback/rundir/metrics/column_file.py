@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from rollback.rundir.metrics.metric_rows import COLUMNS, IDENTITY, LINE_LIMIT, Column, columns_of, row_of
+from rollback.rundir.metrics.metric_rows import COLUMNS, IDENTITY, LINE_LIMIT, MetricColumn, columns_of, row_of
 from rollback.system import files
 from rollback.system.durable import open_regular, write_all
 
@@ -37,7 +37,7 @@ class ColumnBlock:
 
     start: int
     length: int
-    columns: dict[str, Column]
+    columns: dict[str, MetricColumn]
     _text: bytes
 
     def stands_in(self, metrics: int) -> bool:
@@ -154,7 +154,7 @@ def _head(raw: bytes, after: int) -> tuple[int, int, bytes, int] | None:
     return (start, length, text, content) if sound else None
 
 
-def _unpacked(raw: bytes) -> dict[str, Column]:
+def _unpacked(raw: bytes) -> dict[str, MetricColumn]:
     columns, place = {}, _HEAD.size
     for name, kind in COLUMNS.items():
         columns[name] = np.frombuffer(raw, kind, LINES, place)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Column = npt.NDArray[Any]
+MetricColumn = npt.NDArray[Any]
 COLUMNS = {
     "step": "<i8", "batch": "<i8", "attempt": "<i4", "timeline": "<i4", "loss": "<f8", "grad_norm": "<f8",
     "no_loss": "?", "no_grad_norm": "?",
@@ -19,7 +19,7 @@ LINE_LIMIT = 1 << 12
 """Bytes of a line."""
 
 
-def columns_of(lines: Sequence[bytes]) -> dict[str, Column] | None:
+def columns_of(lines: Sequence[bytes]) -> dict[str, MetricColumn] | None:
     """The columns of some lines, without their ends; None: at least one of them is not one of ours."""
     try:
         # One call for thousands of lines is several times as fast as a call for each.
@@ -28,7 +28,7 @@ def columns_of(lines: Sequence[bytes]) -> dict[str, Column] | None:
         return None
 
 
-def as_columns(rows: Sequence[tuple[Any, ...]]) -> dict[str, Column]:
+def as_columns(rows: Sequence[tuple[Any, ...]]) -> dict[str, MetricColumn]:
     values = list(zip(*rows, strict=True)) if rows else [()] * len(COLUMNS)
     return {name: np.array(column, kind) for (name, kind), column in zip(COLUMNS.items(), values, strict=True)}
 

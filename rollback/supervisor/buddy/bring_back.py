@@ -11,7 +11,14 @@ from rollback.errors import RollbackError
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.identity import Identity, read_identity, require_seal, write_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
-from rollback.supervisor.buddy.wire import Buddies, BuddyRequest, Refused, connect, receive_manifest, receive_shards
+from rollback.supervisor.buddy.wire import (
+    Buddies,
+    BuddyRefused,
+    BuddyRequest,
+    connect,
+    receive_manifest,
+    receive_shards,
+)
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.small_json import parse_model
@@ -44,14 +51,14 @@ def bring_back(
 def is_needed(offered: str, wanted: Sequence[str], here: Collection[str]) -> bool:
     """Whether a checkpoint is of use: it is wanted, and neither it nor one that is wanted more is here. Pure."""
     if offered not in wanted:
-        raise Refused(f"it offers {offered}, which nobody wants")
+        raise BuddyRefused(f"it offers {offered}, which nobody wants")
     return not {*wanted[: wanted.index(offered) + 1]}.intersection(here)
 
 
 def _take_over(tier: SlotPaths, number: int, arrived: Path, manifest: bytes) -> None:
     directory = tier.slot(number)
     if not slots.uncommit(tier, number):
-        raise Refused(f"somebody reads {directory}")
+        raise BuddyRefused(f"somebody reads {directory}")
     slots.discard(tier, number)
     arrived.rename(directory)
     write_file(directory / MANIFEST, manifest, durable=False)
@@ -62,7 +69,7 @@ def _tier(paths: RunPaths, base: Path, buddies: Buddies, identity: bytes, addres
     told = parse_model(identity, Identity)
     require_seal(told, f"run.json from {address}")
     if told.run_id != buddies.run:
-        raise Refused("the copy is of another run")
+        raise BuddyRefused("the copy is of another run")
     tier = slots.tier_of(base, told.run_id)
     slots.claim(tier, paths.root)
     if read_identity(paths) is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import buddy_copies
-from rollback.checkpoints.fast_tier.mark_copies import FedMarks
+from rollback.checkpoints.fast_tier.mark_copies import LiveMarkCopies
 from rollback.checkpoints.fast_tier.sizing import free_memory
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RollbackError
@@ -24,10 +24,10 @@ from rollback.supervisor.buddy.wire import (
     SECRET,
     Answer,
     BuddyConnection,
+    BuddyRefused,
     BuddyRequest,
     MarksHere,
     Parcel,
-    Refused,
     in_words,
     ranks_in,
     receive_manifest,
@@ -121,7 +121,7 @@ class _Conversation(socketserver.BaseRequestHandler):
     def _answer(self, connection: BuddyConnection, request: BuddyRequest) -> None:
         tier, identity = tiers.fast_tier_of(self.server.paths), read_identity(self.server.paths)
         if tier is None or identity is None or identity.run_id != request.run:
-            raise Refused("its host has no memory of that run yet")
+            raise BuddyRefused("its host has no memory of that run yet")
         if request.keep is not None:
             with _one_at_a_time(self.server.arriving, connection):
                 self._keep(connection, tier, request.seat, request.keep)
@@ -133,8 +133,8 @@ class _Conversation(socketserver.BaseRequestHandler):
 
     def _follow(self, connection: BuddyConnection, tier: SlotPaths, seat: int, here: MarksHere) -> None:
         if seal.present() is not None:
-            raise Refused("end marks have no seal, and this run has one")
-        with closing(FedMarks(tier, seat, here.ranks, here.hosts.encode())) as marks:
+            raise BuddyRefused("end marks have no seal, and this run has one")
+        with closing(LiveMarkCopies(tier, seat, here.ranks, here.hosts.encode())) as marks:
             connection.say(Answer())
             connection.silence = MARKS_SILENCE
             while True:
@@ -148,7 +148,7 @@ class _Conversation(socketserver.BaseRequestHandler):
         there = {(copy.slot, copy.manifest.content) for copy in buddy_copies.copies_of(tier, seat)}
         if (parcel.slot, manifest.content) not in there:
             if (count := parcel.bytes(manifest)) > free_memory(tier.root) // 2:
-                raise Refused(f"its host has no room: half of what is free there is less than {size(count)}")
+                raise BuddyRefused(f"its host has no room: half of what is free there is less than {size(count)}")
             with buddy_copies.arriving(tier, "copy") as directory:
                 connection.say(Answer())
                 receive_shards(connection, parcel, manifest, directory)
@@ -174,7 +174,7 @@ class _Conversation(socketserver.BaseRequestHandler):
 @contextmanager
 def _one_at_a_time(lock: threading.Lock, connection: BuddyConnection) -> Iterator[None]:
     if not lock.acquire(blocking=False):
-        raise Refused("another copy is arriving there")
+        raise BuddyRefused("another copy is arriving there")
     try:
         connection.require_wanted()  # `rest` has not waited for it, if that came before
         yield

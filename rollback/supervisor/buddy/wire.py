@@ -113,7 +113,7 @@ class Answer(BaseModel, frozen=True, extra="forbid"):
     parcel: Parcel | None = None
 
 
-class Refused(OSError):
+class BuddyRefused(OSError):
     """A buddy does not do what it was asked for, or says what is not so."""
 
 
@@ -133,17 +133,17 @@ class BuddyConnection:
         self.send(len(body).to_bytes(4, "big") + body)
 
     def hear(self, kind: type[_Said]) -> _Said:
-        """What the other side says. Raises OSError, Refused and ValueError."""
+        """What the other side says. Raises OSError, BuddyRefused and ValueError."""
         size = int.from_bytes(self.receive(4), "big")
         if size > _MESSAGE:
-            raise Refused(f"a message of {size} bytes came; at most {_MESSAGE} are read")
+            raise BuddyRefused(f"a message of {size} bytes came; at most {_MESSAGE} are read")
         return small_json.parse_model(self.receive(size), kind)
 
     def answer(self) -> Answer:
-        """The buddy's answer. Raises as `hear`, and Refused with the buddy's reason."""
+        """The buddy's answer. Raises as `hear`, and BuddyRefused with the buddy's reason."""
         heard = self.hear(Answer)
         if heard.fault is not None:
-            raise Refused(heard.fault)
+            raise BuddyRefused(heard.fault)
         return heard
 
     def send(self, data: bytes) -> None:
@@ -160,7 +160,7 @@ class BuddyConnection:
                 piece = min(_PIECE, size - begin)
                 moved = self._once(select.POLLOUT, partial(os.sendfile, self._socket.fileno(), fd, begin, piece))
                 if not moved:
-                    raise Refused(f"{path} is shorter than its manifest says")
+                    raise BuddyRefused(f"{path} is shorter than its manifest says")
                 begin += moved
                 sent(moved)
         finally:
@@ -174,10 +174,10 @@ class BuddyConnection:
         return bytes(data)
 
     def receive_into(self, view: memoryview) -> int:
-        """Some bytes, at most as many as there is room for. Raises Refused where no more come."""
+        """Some bytes, at most as many as there is room for. Raises BuddyRefused where no more come."""
         count = self._once(select.POLLIN, partial(self._socket.recv_into, view))
         if not count:
-            raise Refused("it broke off")
+            raise BuddyRefused("it broke off")
         return count
 
     def send_mark(self, piece: MarkPiece) -> None:
@@ -185,16 +185,16 @@ class BuddyConnection:
         self.send(head + piece.data)
 
     def receive_mark(self) -> tuple[int, MarkPiece]:
-        """A piece, and the sender's clock. Raises OSError, Refused."""
+        """A piece, and the sender's clock. Raises OSError, BuddyRefused."""
         clock, offset, rank, size = _MARK_HEAD.unpack(self.receive(_MARK_HEAD.size))
         if size > SIZE:
-            raise Refused(f"{size} bytes of a mark came; it has {SIZE}")
+            raise BuddyRefused(f"{size} bytes of a mark came; it has {SIZE}")
         return clock, MarkPiece(rank, offset, self.receive(size))
 
     def require_wanted(self) -> None:
-        """Raise Refused where it is given up."""
+        """Raise BuddyRefused where it is given up."""
         if self.given_up():
-            raise Refused("it was given up")
+            raise BuddyRefused("it was given up")
 
     def _once(self, event: int, move: Callable[[], int]) -> int:
         until = time.monotonic() + self.silence
@@ -245,17 +245,19 @@ def send_shards(
 
 
 def receive_manifest(connection: BuddyConnection, parcel: Parcel) -> tuple[Manifest, bytes]:
-    """The manifest that a parcel begins with. Raises OSError, Refused, CheckpointDamaged."""
+    """The manifest that a parcel begins with. Raises OSError, BuddyRefused, CheckpointDamaged."""
     body = connection.receive(parcel.manifest)
     manifest = parse_manifest(body, None, "of a buddy")
     if max(parcel.ranks) >= manifest.world_size:
-        raise Refused(f"{manifest.name} has {manifest.world_size} ranks, and a shard of rank {max(parcel.ranks)} comes")
+        raise BuddyRefused(
+            f"{manifest.name} has {manifest.world_size} ranks, and a shard of rank {max(parcel.ranks)} comes"
+        )
     return manifest, body
 
 
 def receive_shards(connection: BuddyConnection, parcel: Parcel, manifest: Manifest, directory: Path) -> None:
     """Write the shards into a directory that nobody reads yet. Raises OSError (ENOSPC before a shard has come), and
-    Refused where one is not what the manifest says."""
+    BuddyRefused where one is not what the manifest says."""
     buffer = memoryview(bytearray(_PIECE))
     for rank in parcel.ranks:
         shard, found = manifest.shards[rank], ShardHash()
@@ -272,4 +274,4 @@ def receive_shards(connection: BuddyConnection, parcel: Parcel, manifest: Manife
         finally:
             os.close(fd)
         if found.hexdigest() != shard.hash:
-            raise Refused(f"{shard.file} is not that of {manifest.name}: its hash is another one")
+            raise BuddyRefused(f"{shard.file} is not that of {manifest.name}: its hash is another one")

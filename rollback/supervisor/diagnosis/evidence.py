@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.resume import is_provisional
 from rollback.facts.history import History, fold, furthest_of, in_durable_ring
 from rollback.facts.training import (
@@ -26,7 +26,7 @@ from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.supervisor.diagnosis.first_cause import RankEnd
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Left, Unrecorded
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, HostOutcome, Unrecorded
 
 _Fact = TypeVar("_Fact", bound=Fact)
 
@@ -107,7 +107,7 @@ def gather(
     journal: TrainJournal,
     attempt: int,
     *,
-    left: Left,
+    left: HostOutcome,
     told_to_stop: bool,
     hung: Hung | None = None,
 ) -> AttemptEvidence:
@@ -128,7 +128,7 @@ def gather(
         finished=finished,
         final_state_lost=lost,
         save_failed=_last(records, LastSaveFailed),
-        kept=newest_there(paths, journal.history),
+        checkpoint_step=newest_there(paths, journal.history),
         step=_step_since_rollback(paths, records, attempt, left.kept, furthest),
         furthest=furthest,
         hung=hung,
@@ -137,7 +137,11 @@ def gather(
 
 
 def _step_since_rollback(
-    paths: RunPaths, records: Sequence[JournalEntry], attempt: int, kept: LastAccount | None, furthest: int | None
+    paths: RunPaths,
+    records: Sequence[JournalEntry],
+    attempt: int,
+    kept: LastSnapshotResult | None,
+    furthest: int | None,
 ) -> int | None:
     """How far an attempt had come at its end. A heartbeat may be from before a rollback in it; a failure record and the
     newest end mark are not."""
@@ -174,7 +178,7 @@ def _last(records: Iterable[JournalEntry], kind: type[_Fact]) -> _Fact | None:
     return found
 
 
-def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
+def rank_ends(paths: RunPaths, attempt: int, left: HostOutcome) -> list[RankEnd]:
     """How each known rank ended: by torchrun's account, its failure record, its heartbeat and what the host saw."""
     records = read_failures(paths.failures(attempt))
     failures = {failure.rank: failure for failure in (left.failures.failures if left.failures else ())}
@@ -182,7 +186,7 @@ def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
     return [
         RankEnd(
             rank, failures.get(rank), records.get(rank), stopped=rank in left.stopped, oom_killed=left.oom_kills > 0,
-            beat=beats.get(rank), kept=left.kept.step if left.kept is not None else None,
+            beat=beats.get(rank), last_snapshot_step=left.kept.step if left.kept is not None else None,
         )
         for rank in sorted({*records, *failures, *left.stopped, *beats})
     ]  # fmt: skip

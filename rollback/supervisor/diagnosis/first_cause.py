@@ -53,7 +53,7 @@ class RankEnd:
     """Whether the kernel says that its OOM killer struck on this rank's host."""
     beat: Heartbeat | None = None
     """The last heartbeat; None: the rank gave none."""
-    kept: int | None = None
+    last_snapshot_step: int | None = None
     """The step at which the state was kept, which every rank had come to; None: none was kept."""
 
     @property
@@ -260,7 +260,7 @@ def _describe(why: Why, end: RankEnd) -> str:
 
 def _last_seen(end: RankEnd) -> str:
     """For a rank without a failure record: where its last heartbeat was, unless it is known to have been further."""
-    if end.beat is None or end.beat.step < (end.kept or 0):
+    if end.beat is None or end.beat.step < (end.last_snapshot_step or 0):
         return ""
     return f", last seen {end.beat.doing} at step {end.beat.step}, batch {end.beat.batch}"
 

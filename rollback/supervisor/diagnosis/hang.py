@@ -76,7 +76,7 @@ class _Progress:
 
 
 @dataclass
-class HangWatch:
+class HangDetector:
     """Gets all heartbeats of an attempt about once a second."""
 
     limits: HangLimits

@@ -34,14 +34,14 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from rollback.checkpoints.fast_tier.last_account import LastAccount
-from rollback.errors import EARLY, ExitCode, Refused, RollbackError, ScriptRefused
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
+from rollback.errors import EARLY, ExitCode, RefusalKind, RollbackError, ScriptRefused
 from rollback.facts.ending import GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
 
-Ending = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
+AttemptEnding = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
 
-EXIT_CODES: dict[Ending, ExitCode] = {
+EXIT_CODES: dict[AttemptEnding, ExitCode] = {
     "ended": ExitCode.FAILED,
     "structural": ExitCode.STRUCTURAL,
     "no_checkpoint": ExitCode.NO_CHECKPOINT,
@@ -60,7 +60,7 @@ class Refusal(BaseModel, frozen=True):
     exit_code: int
     message: str
     hint: str | None = None
-    refuses: Refused = "job"
+    refuses: RefusalKind = "job"
 
     def as_error(self, reached: int) -> RollbackError:
         """What ranks are told wrongly, the script says. reached: the run's furthest step. A script that is refused
@@ -112,7 +112,7 @@ class Unrecorded(BaseModel, frozen=True):
     why: str
 
 
-class Left(BaseModel, frozen=True):
+class HostOutcome(BaseModel, frozen=True):
     """What an attempt left on one host, or (merged) on all hosts."""
 
     status: int
@@ -127,7 +127,7 @@ class Left(BaseModel, frozen=True):
     """How often the kernel's OOM killer struck in the memory cgroups of this host's ranks."""
     lost_nodes: tuple[str, ...] = ()
     """The nodes that left no account: they fell silent, or were started anew while the attempt ran."""
-    kept: LastAccount | None = None
+    kept: LastSnapshotResult | None = None
     """What became of the last snapshot; None: nobody has tried to make one."""
     unrecorded: Unrecorded | None = None
 
@@ -136,7 +136,7 @@ class Left(BaseModel, frozen=True):
 class AttemptEvidence:
     """What is known of an attempt when all its processes are gone."""
 
-    left: Left
+    left: HostOutcome
     """What it left on all hosts."""
     told_to_stop: bool
     attached: bool
@@ -150,7 +150,7 @@ class AttemptEvidence:
     finished: Finished | None = None
     final_state_lost: FinalStateLost | None = None
     save_failed: LastSaveFailed | None = None
-    kept: int | None = None
+    checkpoint_step: int | None = None
     """The step of the newest checkpoint that exists; None: there is none."""
     unrecorded: str | None = None
     """Training is complete, and the ranks' journal does not have it: the journal's path and why."""
@@ -159,9 +159,9 @@ class AttemptEvidence:
     def goes_on_at(self) -> int | None:
         """The step with which the next start goes on, where it is known and costs steps. With a host its part of the
         newest checkpoint may be lost."""
-        if self.finished is not None or self.left.lost_nodes or self.kept is None or self.step is None:
+        if self.finished is not None or self.left.lost_nodes or self.checkpoint_step is None or self.step is None:
             return None
-        return self.kept if self.kept < self.step else None
+        return self.checkpoint_step if self.checkpoint_step < self.step else None
 
     @property
     def killed(self) -> bool:
@@ -178,7 +178,7 @@ class AttemptEvidence:
         return -signal.SIGKILL in codes or -first in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
-def ending(evidence: AttemptEvidence) -> Ending:
+def ending(evidence: AttemptEvidence) -> AttemptEnding:
     """The row of the table above that holds."""
     if evidence.left.refusal is not None:
         return "refused"
@@ -199,10 +199,10 @@ def ending(evidence: AttemptEvidence) -> Ending:
     if not evidence.told_to_stop:
         return "failed"
     nothing_lost = not evidence.attached or not evidence.step  # the next start begins anew, and so did this one
-    return "resumable" if evidence.kept is not None or nothing_lost else "ended"
+    return "resumable" if evidence.checkpoint_step is not None or nothing_lost else "ended"
 
 
-def reason_of(end: Ending, evidence: AttemptEvidence, lacking: str | None, cause: str) -> str:
+def reason_of(end: AttemptEnding, evidence: AttemptEvidence, lacking: str | None, cause: str) -> str:
     """Why the run ends, in words.
 
     end: `failed` is a failure behind the training. lacking: see `Draining.lacks`. cause: how the last attempt ended.

@@ -7,17 +7,24 @@ from collections.abc import Callable
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.errors import ExitCode, NodesMissing, RollbackError, RunInUse, UsageError
-from rollback.ring.helper import Helper
-from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
-from rollback.rundir.elsewhere import write_elsewhere
+from rollback.ring.shard_copier import ShardCopier
+from rollback.rundir.host_records import SILENT_AFTER, RecordPublisher, RecordWatcher
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.record_location import write_record_location
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.hang import TELLING
-from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.last_snapshot import kept_on_host
+from rollback.supervisor.diagnosis.outcome import HostOutcome
+from rollback.supervisor.last_snapshot import last_snapshot_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RecordPlace, RunResult, followers_move, leaves_alone
+from rollback.supervisor.nodes.protocol import (
+    LeaderOrders,
+    NodeReport,
+    RecordPlace,
+    RunResult,
+    followers_move,
+    leaves_alone,
+)
 from rollback.supervisor.nodes.record_files import RecordFiles, handing_over
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
@@ -51,15 +58,18 @@ class Follower:
         self._buddy = buddy
         self._meeting, self._ring = meeting, ring if meeting.apart else None
         self._signals, self._say = signals, say
-        self._beacon: Beacon[NodeReport] | None = None
-        self._tower = Watchtower(
-            meeting.transport, ORDERS, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
+        self._publisher: RecordPublisher[NodeReport] | None = None
+        self._watcher = RecordWatcher(
+            meeting.transport,
+            ORDERS,
+            LeaderOrders,
+            writes_fail=lambda: self._publisher is not None and self._publisher.failing,
         )
         self._files = RecordFiles(paths, say) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
         self._fetches_ahead = True  # until no thread can be made for it
-        self._last: Orders | None = None  # of who leads, or led before
+        self._last: LeaderOrders | None = None  # of who leads, or led before
         self._waits = False  # the last attempt that was ordered has no part for this node
 
     @property
@@ -84,19 +94,19 @@ class Follower:
             leader=orders.leader, attempt=-1, state="ended", command=dict(self._place.command),
             buddy=self._buddy.address if self._buddy is not None else "",
         )  # fmt: skip
-        helper = Helper(
+        copier = ShardCopier(
             self._paths, self._place.name, self._say, self._meeting.transport, self._ring, lambda: self._waits
         )
-        helper.start()  # before the leader sees this node, and waits for it
+        copier.start()  # before the leader sees this node, and waits for it
         name = self._paths.node(self._place.name).name
         try:
-            beacon = self._beacon = Beacon(self._meeting.transport, name, report, self._say)
+            publisher = self._publisher = RecordPublisher(self._meeting.transport, name, report, self._say)
         except RollbackError:
-            helper.close(over=False, durable=())
+            copier.close(over=False, durable=())
             raise
         result: RunResult | None = None
         try:
-            result = self._obey(beacon)
+            result = self._obey(publisher)
             if result is None or result.record is None or not self._meeting.apart:
                 return result
             there = RecordPlace(host=self._last.host, directory=self._last.directory)
@@ -104,16 +114,16 @@ class Follower:
         finally:
             self._end_waiting(over=result is not None)
             over = result is not None and not self._leaves_alone(self._last)  # else the others need what is in memory
-            helper.close(over=over, durable=result.durable if result else ())
-            beacon.put_out()
-            self._beacon = None
+            copier.close(over=over, durable=result.durable if result else ())
+            publisher.stop()
+            self._publisher = None
 
-    def _introduce(self, in_use: RunInUse | None) -> Orders | None:
+    def _introduce(self, in_use: RunInUse | None) -> LeaderOrders | None:
         """The orders of who leads; None: nobody leads by now."""
         patience = self._place.timeout if self._last is not None else _INTRODUCTION
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
-            orders = self._tower.look().get(ORDERS)
+            orders = self._watcher.look().get(ORDERS)
             if orders is not None and self._meeting.is_led_by(orders):
                 self._require_same_ring(orders)
                 return orders
@@ -129,7 +139,7 @@ class Follower:
             hint="see to its host; the same command on all nodes goes on where the run was",
         ) from in_use
 
-    def _require_same_ring(self, orders: Orders) -> None:
+    def _require_same_ring(self, orders: LeaderOrders) -> None:
         """Before anything is said to who leads: in a job that trains this host would take the place of its namesake."""
         other = (orders.ring or "").rstrip("/") != (self._ring or "").rstrip("/")
         if self._meeting.apart and orders.ring is not None and other:
@@ -140,45 +150,45 @@ class Follower:
                 "--ring",
             )
 
-    def _obey(self, beacon: Beacon[NodeReport]) -> RunResult | None:
+    def _obey(self, publisher: RecordPublisher[NodeReport]) -> RunResult | None:
         while True:
             orders = self._orders()
             if orders is None:
                 return self._without_leader()
             if self._signals.received and self._leaves_alone(orders):
-                beacon.put_out()  # before what takes time: the next attempt must not be given to it
+                publisher.stop()  # before what takes time: the next attempt must not be given to it
                 gathers = orders.phase == "gather"
                 others = "begin the next attempt once enough of them are there" if gathers else "go on without it"
                 reason = f"told to stop while {self._place.name} waited without a seat: the others {others}"
                 return RunResult(exit_code=ExitCode.RESUMABLE, reason=reason)
-            self._tell_of_signals(beacon)
-            report = beacon.record
+            self._tell_of_signals(publisher)
+            report = publisher.record
             match followers_move(report.state, report.attempt, orders, self._place.launch):
                 case "quit":
                     return orders.result
                 case "get ready":
                     if self._buddy is not None:
                         self._buddy.get_ready(orders.buddies)
-                    beacon.show(
+                    publisher.show(
                         state="ready", attempt=orders.attempt, states=(), beats={}, stacks=None, left=None,
-                        kept=kept_on_host(self._paths), brought_back=None, master=self._place.new_master(),
+                        kept=last_snapshot_on_host(self._paths), brought_back=None, master=self._place.new_master(),
                     )  # fmt: skip
                 case "start":
                     self._end_waiting(over=False)
                     if self._files is not None:
                         self._files.arrived()
-                    beacon.show(state="running", files={})
-                    left = self._attempt(orders, beacon)
+                    publisher.show(state="running", files={})
+                    left = self._attempt(orders, publisher)
                     files = self._files.all() if self._files is not None else {}
-                    beacon.show(state="ended", left=left, files=files)
+                    publisher.show(state="ended", left=left, files=files)
                 case "pass":
-                    beacon.show(state="ended", left=Left(status=0, guarded=False))
+                    publisher.show(state="ended", left=HostOutcome(status=0, guarded=False))
                 case _:
                     if orders.phase == "run" and self._waits:
                         self._wait_as_spare(orders)
                     time.sleep(_POLL)
 
-    def _wait_as_spare(self, orders: Orders) -> None:
+    def _wait_as_spare(self, orders: LeaderOrders) -> None:
         """An attempt runs without this node: have at hand what its ranks will need if it takes another one's place."""
         self._host.keep_standby(orders.attempt)
         if self._ahead is None and self._ring is not None and self._fetches_ahead:
@@ -199,7 +209,7 @@ class Follower:
                 with contextlib.suppress(OSError):
                     forget_fetched(self._paths)
 
-    def _attempt(self, orders: Orders, beacon: Beacon[NodeReport]) -> Left:
+    def _attempt(self, orders: LeaderOrders, publisher: RecordPublisher[NodeReport]) -> HostOutcome:
         """Run torchrun on this node until it ends or must be ended."""
         group = None
         if orders.master:
@@ -208,10 +218,10 @@ class Follower:
             if self._buddy is not None:
                 seat = orders.members.index(self._place.launch)
                 brought = self._buddy.begin(seat, orders.buddies, lambda: self._must_not_wait(orders.attempt))
-                beacon.show(brought_back=brought, uncopied=self._buddy.fault)
+                publisher.show(brought_back=brought, uncopied=self._buddy.fault)
             with contextlib.ExitStack() as until_over, self._host.attempt(orders.attempt, group) as running:
-                status = self._watch(running, beacon, until_over)
-            beacon.show(beats=running.beats())  # where the ranks were last, and not some seconds before
+                status = self._watch(running, publisher, until_over)
+            publisher.show(beats=running.beats())  # where the ranks were last, and not some seconds before
         finally:
             if self._buddy is not None:
                 self._buddy.rest()
@@ -223,21 +233,21 @@ class Follower:
         told = orders is None or followers_move("running", attempt, orders, self._place.launch) != "wait"
         return told or bool(self._signals.received)
 
-    def _watch(self, running: Running, beacon: Beacon[NodeReport], until_over: contextlib.ExitStack) -> int:
+    def _watch(self, running: Running, publisher: RecordPublisher[NodeReport], until_over: contextlib.ExitStack) -> int:
         deadline: float | None = None
         kept = False
         while (status := running.poll()) is None:
             orders = self._orders()
-            self._tell_of_signals(beacon)
+            self._tell_of_signals(publisher)
             if not kept and orders is not None and orders.attached:
                 kept = True
                 self._host.output.keep()
                 self._host.keep_standby(running.attempt)
                 if self._files is not None:
-                    until_over.enter_context(handing_over(self._files, beacon, self._meeting.transport.every))
+                    until_over.enter_context(handing_over(self._files, publisher, self._meeting.transport.every))
                     has = self._files.handed_over
-                    write_elsewhere(self._paths, orders.host, orders.directory, self._say, has=has)
-            self._look_at_ranks(running, beacon, orders)
+                    write_record_location(self._paths, orders.host, orders.directory, self._say, has=has)
+            self._look_at_ranks(running, publisher, orders)
             move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
             if self._signals.insistent:
                 return running.kill(None)
@@ -252,31 +262,33 @@ class Follower:
             time.sleep(_POLL)
         return status
 
-    def _look_at_ranks(self, running: Running, beacon: Beacon[NodeReport], orders: Orders | None) -> None:
+    def _look_at_ranks(
+        self, running: Running, publisher: RecordPublisher[NodeReport], orders: LeaderOrders | None
+    ) -> None:
         """Report what the leader cannot see from its host, and take the stacks once the leader orders it."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_EVERY
             states = tuple(sorted((rank, state) for rank, state in running.look().items() if state in TELLING))
             uncopied = self._buddy.fault if self._buddy is not None else None
-            told = beacon.record.states, beacon.record.uncopied
+            told = publisher.record.states, publisher.record.uncopied
             if (states, uncopied) != told or time.monotonic() >= self._next_beats:
                 self._next_beats = time.monotonic() + self._meeting.transport.every
-                beacon.show(states=states, uncopied=uncopied, beats=running.beats())
-        if orders is not None and orders.stacks and beacon.record.stacks is None:
+                publisher.show(states=states, uncopied=uncopied, beats=running.beats())
+        if orders is not None and orders.stacks and publisher.record.stacks is None:
             try:
-                beacon.show(stacks=running.take_stacks())
+                publisher.show(stacks=running.take_stacks())
             except OSError as error:
                 self._say(f"the stacks of the ranks here could not be taken: {error}")
-                beacon.show(stacks=())
+                publisher.show(stacks=())
 
-    def _tell_of_signals(self, beacon: Beacon[NodeReport]) -> None:
+    def _tell_of_signals(self, publisher: RecordPublisher[NodeReport]) -> None:
         if self._signals.take():
             names = tuple(signum.name for signum in self._signals.received)
-            beacon.show(signals=names, insistent=self._signals.insistent)
+            publisher.show(signals=names, insistent=self._signals.insistent)
 
-    def _orders(self) -> Orders | None:
+    def _orders(self) -> LeaderOrders | None:
         """The leader's orders; None: it is gone (it is silent, another one leads, or nobody does)."""
-        orders, last = self._tower.look().get(ORDERS), self._last
+        orders, last = self._watcher.look().get(ORDERS), self._last
         assert last is not None
         if orders is not None and orders.leader != last.leader and not self._meeting.is_led_by(orders):
             orders = last  # one that led before was cut off, and says late what it had to say
@@ -287,7 +299,7 @@ class Follower:
             self._waits = self._place.launch not in orders.members
         return orders if orders.phase == "over" or not self._meeting.is_leaderless() else None
 
-    def _leaves_alone(self, orders: Orders) -> bool:
+    def _leaves_alone(self, orders: LeaderOrders) -> bool:
         return leaves_alone(orders, waits=self._waits, seated=self._place.seated)
 
     def _without_leader(self) -> RunResult | None:

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from rollback.checkpoints.fast_tier.last_account import LastAccount, merged_accounts
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult, merged_results
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
-from rollback.rundir.beacon import Beacon, Transport, Watchtower
 from rollback.rundir.heartbeats import Heartbeat
+from rollback.rundir.host_records import RecordPublisher, RecordWatcher, Transport
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes.copies import Copies
+from rollback.supervisor.diagnosis.outcome import HostOutcome
+from rollback.supervisor.nodes.buddy_assignments import BuddyAssignments
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting, first_orders
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.nodes import Nodes
@@ -47,17 +47,19 @@ class Leader(Nodes):
         ring: str | None = None,
     ) -> None:
         self._paths, self._place, self._say, self._meeting, self._note = paths, place, say, meeting, note
-        self._copies = Copies(paths, place, buddy, note, say)
+        self._assignments = BuddyAssignments(paths, place, buddy, note, say)
         self._least, self._most = place.least, place.most
         self._seats: tuple[str, ...] = ()
         self._fitting: tuple[str, ...] = ()  # the seats with which the job has trained last
         self._spares: SpareNodes | None = None
-        self._tower = Watchtower(meeting.transport, REPORTS, NodeReport, blind=lambda: self._beacon.failing)
+        self._watcher = RecordWatcher(
+            meeting.transport, REPORTS, NodeReport, writes_fail=lambda: self._publisher.failing
+        )
         self._roster = Roster(place)
         self._keeper = RecordKeeper(paths, say)
         self._told_to_end: float | None = None
         self._overtaken = False
-        self._beacon = Beacon(
+        self._publisher = RecordPublisher(
             meeting.transport, ORDERS, first_orders(paths, place, ring if meeting.apart else None), say
         )
 
@@ -67,7 +69,7 @@ class Leader(Nodes):
 
     @property
     def group(self) -> NodeGroup | None:
-        master = self._beacon.record.master
+        master = self._publisher.record.master
         return NodeGroup(len(self._seats), self._seats.index(self._place.name), master) if master else None
 
     @property
@@ -76,7 +78,7 @@ class Leader(Nodes):
 
     def attached(self) -> None:
         self._fitting = self._seats
-        self._beacon.show(attached=True)
+        self._publisher.show(attached=True)
 
     @property
     def insistent(self) -> bool:
@@ -99,8 +101,8 @@ class Leader(Nodes):
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         self._roster.seat({})
         self._told_to_end = None
-        buddies = self._copies.get_ready()
-        self._beacon.show(
+        buddies = self._assignments.get_ready()
+        self._publisher.show(
             phase="gather", attempt=attempt, members=(), master="", buddies=buddies, attached=False, stacks=False
         )
         began, said = time.monotonic(), None
@@ -125,7 +127,7 @@ class Leader(Nodes):
                 said = unfit
             time.sleep(_POLL)
         self._seat(there)
-        self._copies.begin(self._seats.index(self._place.name), self._beacon.record.buddies, interrupted)
+        self._assignments.begin(self._seats.index(self._place.name), self._publisher.record.buddies, interrupted)
         return True
 
     def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> list[str]:
@@ -161,9 +163,9 @@ class Leader(Nodes):
         self._look_at_spares()
         first = launches[self._seats[0]]
         master = "" if not (apart or own.seated) else there[first].master if first in there else self._new_master()
-        buddies = self._copies.arrange(self._beacon.record.buddies, self._seats, there.values())
+        buddies = self._assignments.arrange(self._publisher.record.buddies, self._seats, there.values())
         members = tuple(launches[node] for node in self._seats)
-        self._beacon.show(phase="run", members=members, master=master, buddies=buddies)
+        self._publisher.show(phase="run", members=members, master=master, buddies=buddies)
 
     def _look_at_spares(self) -> None:
         """Journal which nodes wait, where that has changed."""
@@ -184,18 +186,18 @@ class Leader(Nodes):
         self._look_at_spares()
         members = self._members()
         self._keep_files(members.values())
-        self._copies.look(self._beacon.record.attempt, members.values())
+        self._assignments.look(self._publisher.record.attempt, members.values())
         if must_end(own, members):
             self.end()
         return leaders_move(own, members)
 
     def stop(self) -> None:
-        if self._beacon.record.phase == "run":
-            self._beacon.show(phase="stop")
+        if self._publisher.record.phase == "run":
+            self._publisher.show(phase="stop")
 
     def end(self) -> None:
         self._told_to_end = self._told_to_end or time.monotonic()
-        self._beacon.show(phase="end")
+        self._publisher.show(phase="end")
 
     def states(self) -> dict[int, str]:
         return {rank: state for report in self._members().values() if report for rank, state in report.states}
@@ -205,7 +207,7 @@ class Leader(Nodes):
         return {rank: beat for report in reports for rank, beat in report.beats.items()}
 
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        self._beacon.show(stacks=True)
+        self._publisher.show(stacks=True)
         taken = own()
         deadline = time.monotonic() + _STACKS
         while any(report and report.stacks is None for report in self._members().values()):
@@ -219,10 +221,10 @@ class Leader(Nodes):
     def signals(self) -> list[tuple[str, str]]:
         return self._roster.new_signals()
 
-    def left(self, own: Left) -> Left:
-        self._copies.rest()
+    def left(self, own: HostOutcome) -> HostOutcome:
+        self._assignments.rest()
         reports = self._members()
-        self._roster.lose((node for node, report in reports.items() if report is None), self._beacon.record.attempt)
+        self._roster.lose((node for node, report in reports.items() if report is None), self._publisher.record.attempt)
         self._keep_files(reports.values())
         return merged(own, {node: report.left if report else None for node, report in reports.items()})
 
@@ -232,27 +234,27 @@ class Leader(Nodes):
             if report is not None:
                 self._keeper.keep(report.launch, f"{report.node} ({report.host})", report.files)
 
-    def kept(self, own: LastAccount | None, attempt: int) -> LastAccount | None:
+    def last_snapshot(self, own: LastSnapshotResult | None, attempt: int) -> LastSnapshotResult | None:
         others = (report.kept for report in self._roster.reports.values())
-        return merged_accounts([own, *(kept for kept in others if kept is not None and kept.attempt == attempt)])
+        return merged_results([own, *(kept for kept in others if kept is not None and kept.attempt == attempt)])
 
     def farewell(self, result: RunResult) -> None:
         if self._overtaken:  # the record is another leader's
-            self._beacon.put_out(remove=False)
+            self._publisher.stop(remove=False)
             return
-        self._beacon.show(phase="over", result=result)
+        self._publisher.show(phase="over", result=result)
         deadline = time.monotonic() + _FAREWELL
-        while follow := any(report.leader == self._place.launch for report in self._tower.look().values()):
+        while follow := any(report.leader == self._place.launch for report in self._watcher.look().values()):
             if time.monotonic() >= deadline:
                 break
             time.sleep(_POLL)
         # A node that has not read it yet will find the file, and the lock free.
-        self._beacon.put_out(remove=not follow)
+        self._publisher.stop(remove=not follow)
 
     def look(self) -> None:
         if (told := self._meeting.keep_up()) is not None:
             self._say(told)
-        if (rival := self._meeting.rival(self._beacon.record)) is not None:
+        if (rival := self._meeting.rival(self._publisher.record)) is not None:
             self._overtaken = True
             raise RunDirectoryError(
                 f"{rival.host} (pid {rival.pid}) leads this run now, though this one holds {self._paths.lock}: either "
@@ -260,13 +262,13 @@ class Leader(Nodes):
                 hint="start the same command here again; if it comes back at once, mount the file system so that locks "
                 "are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
-        for line in self._roster.hear(self._tower.look().values()):
+        for line in self._roster.hear(self._watcher.look().values()):
             self._say(line)
 
     def _members(self) -> dict[str, NodeReport | None]:
         since = self._told_to_end
         overdue = since is not None and time.monotonic() - since > _ENDS
-        return self._roster.members(self._beacon.record.attempt, overdue=overdue)
+        return self._roster.members(self._publisher.record.attempt, overdue=overdue)
 
     def _new_master(self) -> str:
         """Where the ranks of this attempt meet, on this host."""

@@ -19,11 +19,11 @@ from collections.abc import Callable
 import filelock
 
 from rollback.errors import ExitCode, NodesMissing, reporting
-from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
+from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, Transport
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.nodes.membership import NodePlace
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 from rollback.supervisor.nodes.store import StoreTransport
 from rollback.supervisor.signals import StopSignals
 from rollback.system.mounts import mount_of
@@ -47,7 +47,7 @@ class SharedMeeting:
         self._lock_every = max(1.0, hosts / _LOCKS)
         self._lock_looked_at = time.monotonic()
 
-    def is_led_by(self, orders: Orders) -> bool:
+    def is_led_by(self, orders: LeaderOrders) -> bool:
         """Whether who gives these orders leads. By the launch's whole name: in containers each start of a host has the
         same pid, and what the last one said may still be there."""
         holder = read_holder(self._paths) or {}
@@ -61,12 +61,12 @@ class SharedMeeting:
         self._lock_looked_at = time.monotonic()
         return _lock_is_free(self._paths)
 
-    def rival(self, own: Orders) -> Orders | None:
+    def rival(self, own: LeaderOrders) -> LeaderOrders | None:
         """The orders of another one that leads by now; None: this one still does. own: what it gives.
 
         It has taken the lock while this one held it: this host was cut off from the directory for a while, or its file
         system does not lock between hosts. What a leader says late that has lost its place is passed over."""
-        found = Watchtower(self.transport, ORDERS, Orders).look().get(ORDERS, own)
+        found = RecordWatcher(self.transport, ORDERS, LeaderOrders).look().get(ORDERS, own)
         return None if found.leader == own.leader or self.is_led_by(own) else found
 
     def keep_up(self) -> str | None:
@@ -94,13 +94,13 @@ class EndpointMeeting:
     def transport(self) -> Transport:
         return self.store
 
-    def is_led_by(self, orders: Orders) -> bool:
+    def is_led_by(self, orders: LeaderOrders) -> bool:
         return True
 
     def is_leaderless(self) -> bool:
         return self.store.gone is not None
 
-    def rival(self, own: Orders) -> Orders | None:
+    def rival(self, own: LeaderOrders) -> LeaderOrders | None:
         return None
 
     def keep_up(self) -> str | None:
@@ -132,10 +132,10 @@ class EndpointMeeting:
 Meeting = SharedMeeting | EndpointMeeting
 
 
-def first_orders(paths: RunPaths, place: NodePlace, ring: str | None) -> Orders:
+def first_orders(paths: RunPaths, place: NodePlace, ring: str | None) -> LeaderOrders:
     """What a supervisor shows that may lead: who it is, where its record would be, and the job's ring."""
     directory = str(paths.root.absolute())
-    return Orders(leader=place.launch, host=place.host, pid=place.pid, directory=directory, ring=ring)
+    return LeaderOrders(leader=place.launch, host=place.host, pid=place.pid, directory=directory, ring=ring)
 
 
 def _lock_is_free(paths: RunPaths) -> bool:
@@ -208,13 +208,13 @@ def find_meeting(
     with reporting(NodesMissing, f"starting the process that reaches the store at {place.endpoint.host}", hint):
         store = StoreTransport(place.endpoint)
     own = first_orders(paths, place, ring)
-    beacon, other = Beacon(shared.transport, ORDERS, own, say), None
+    publisher, other = RecordPublisher(shared.transport, ORDERS, own, say), None
     chosen: tuple[Meeting, bool] | None = None
     patience, unreached = Patience(place.timeout, say, nothing_left, again=again), ""
     try:
         while chosen is None:
             if store.role == "host" and other is None:
-                other = Beacon(store, ORDERS, own, say)
+                other = RecordPublisher(store, ORDERS, own, say)
             if store.gone is not None and store.role is None and place.endpoint.is_host:
                 raise NodesMissing(
                     f"the store of the rendezvous cannot be had at {store.place}: {store.gone}",
@@ -232,9 +232,9 @@ def find_meeting(
                 time.sleep(_POLL)
     finally:
         # Who follows already must not take its leader for lost.
-        beacon.put_out(remove=chosen is None or chosen[0].apart)
+        publisher.stop(remove=chosen is None or chosen[0].apart)
         if other is not None:
-            other.put_out(remove=False)
+            other.stop(remove=False)
         if chosen is None or not chosen[0].apart:
             store.close()
         with contextlib.suppress(OSError):  # others use it
@@ -246,7 +246,7 @@ def _choose(
     shared: SharedMeeting, store: StoreTransport, place: NodePlace, waited: float
 ) -> tuple[Meeting, bool] | None:
     """Who has come in which way; None: nobody yet."""
-    reports = Watchtower(shared.transport, REPORTS, NodeReport).look().values()
+    reports = RecordWatcher(shared.transport, REPORTS, NodeReport).look().values()
     if any(report.leader == place.launch for report in reports):
         return shared, True
     if store.role == "guest" and store.read(ORDERS):

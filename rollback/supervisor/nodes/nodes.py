@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from rollback.checkpoints.fast_tier.last_account import LastAccount
-from rollback.rundir.beacon import Transport
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.rundir.heartbeats import Heartbeat
-from rollback.supervisor.diagnosis.outcome import Left
+from rollback.rundir.host_records import Transport
+from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.nodes.protocol import LeadersMove, RunResult
 from rollback.supervisor.torchrun.command import NodeGroup
 
@@ -89,11 +89,11 @@ class Nodes:
         """Whether another node was told to stop twice."""
         return False
 
-    def left(self, own: Left) -> Left:
+    def left(self, own: HostOutcome) -> HostOutcome:
         """What the attempt left on all nodes, once it is over everywhere."""
         return own
 
-    def kept(self, own: LastAccount | None, attempt: int) -> LastAccount | None:
+    def last_snapshot(self, own: LastSnapshotResult | None, attempt: int) -> LastSnapshotResult | None:
         """What the ranks of all nodes that have gathered kept at the end of an attempt. own: those of this node."""
         return own
 

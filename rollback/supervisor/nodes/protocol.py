@@ -34,15 +34,15 @@ from typing import Literal
 
 from pydantic import BaseModel, model_validator
 
-from rollback.checkpoints.fast_tier.last_account import LastAccount, merged_accounts
-from rollback.errors import ExitCode, Refused, RollbackError, ScriptRefused
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult, merged_results
+from rollback.errors import ExitCode, RefusalKind, RollbackError, ScriptRefused
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.heartbeats import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import Failures, Left
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome
 
-Phase = Literal["gather", "run", "stop", "end", "over"]
-State = Literal["ready", "running", "ended"]
+LeaderPhase = Literal["gather", "run", "stop", "end", "over"]
+NodeState = Literal["ready", "running", "ended"]
 FollowersMove = Literal["wait", "get ready", "start", "pass", "tell", "end", "quit"]
 LeadersMove = Literal["wait", "end", "settled"]
 
@@ -64,7 +64,7 @@ class RunResult(BaseModel, frozen=True):
     reason: str
     hint: str | None = None
     """What to do next, where it is not that the same command goes on."""
-    refuses: Refused | None = None
+    refuses: RefusalKind | None = None
     """Where it was refused, what: with --adopt, all nodes start a script that is refused without protection."""
     protected: bool = True
     """False: the job was done, and no rank made a guard."""
@@ -82,14 +82,14 @@ class RunResult(BaseModel, frozen=True):
         return kind(self.reason, hint=self.hint, exit_code=self.exit_code)
 
 
-class Orders(BaseModel, frozen=True):
+class LeaderOrders(BaseModel, frozen=True):
     """The record `orders.json`: what the leader tells its followers."""
 
     leader: str
     """The launch that leads."""
     host: str
     pid: int
-    phase: Phase = "gather"
+    phase: LeaderPhase = "gather"
     attempt: int = 0
     members: tuple[str, ...] = ()
     """The launches that take part in the attempt, the leader's among them, in the order of their ranks (`seats`)."""
@@ -113,7 +113,7 @@ class Orders(BaseModel, frozen=True):
     """Counts the writes."""
 
     @model_validator(mode="after")
-    def _an_address_for_each_seat(self) -> "Orders":
+    def _an_address_for_each_seat(self) -> "LeaderOrders":
         if self.buddies is not None and len(self.buddies.addresses) != len(self.members):
             raise ValueError(f"{len(self.buddies.addresses)} addresses of buddies for {len(self.members)} members")
         return self
@@ -130,7 +130,7 @@ class NodeReport(BaseModel, frozen=True):
     leader: str = ""
     """The launch that it follows."""
     attempt: int = 0
-    state: State = "ready"
+    state: NodeState = "ready"
     master: str = ""
     """HOST:PORT at which the ranks of an attempt could meet on this node."""
     command: dict[str, str] = {}
@@ -146,9 +146,9 @@ class NodeReport(BaseModel, frozen=True):
     """The heartbeats of the ranks of this node, by rank, from memory."""
     stacks: tuple[int, ...] | None = None
     """The ranks that have written their stacks, once the leader has ordered it."""
-    left: Left | None = None
+    left: HostOutcome | None = None
     """What the attempt left on this node, once it has ended there."""
-    kept: LastAccount | None = None
+    kept: LastSnapshotResult | None = None
     """What its ranks have kept at the end of the last attempt that they took part in: told when it gets ready."""
     buddy: str = ""
     """HOST:PORT at which this node keeps a copy of another node's snapshots; empty: it keeps none."""
@@ -168,7 +168,7 @@ class NodeReport(BaseModel, frozen=True):
         return {*self.beats, *(failure.rank for failure in failed)}
 
 
-def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> FollowersMove:
+def followers_move(state: NodeState, attempt: int, orders: LeaderOrders, launch: str) -> FollowersMove:
     """The first table. attempt: the last one that the follower took part in or got ready for."""
     if orders.phase == "over":
         return "quit"
@@ -184,7 +184,7 @@ def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> F
     return "wait"  # also where an order to start is read again, after the attempt has ended
 
 
-def leaves_alone(orders: Orders, *, waits: bool, seated: bool) -> bool:
+def leaves_alone(orders: LeaderOrders, *, waits: bool, seated: bool) -> bool:
     """Whether a follower that is told to stop goes, and the others go on. waits: the attempt that is under way, or the
     last one while nodes are gathered for the next, has no part for it. seated: the next one can do without it."""
     return waits and (seated if orders.phase == "gather" else orders.phase != "over")
@@ -214,7 +214,7 @@ def ready(reports: Iterable[NodeReport], leader: str, attempt: int) -> dict[str,
     }
 
 
-def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
+def merged(own: HostOutcome, others: Mapping[str, HostOutcome | None]) -> HostOutcome:
     """What an attempt left on all nodes, as one account. others: by node; None: the node was lost.
 
     Ranks that a signal ended come before ranks that exited: peers of a dead rank raise at the same moment, and hosts
@@ -235,7 +235,7 @@ def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
             "refusal": next((left.refusal for left in lefts if left.refusal), None),
             "failures": Failures(error=errors[0], failures=tuple(failures)) if errors else None,
             "lost_nodes": lost,
-            "kept": merged_accounts(left.kept for left in lefts),
+            "kept": merged_results(left.kept for left in lefts),
             "unrecorded": next((left.unrecorded for left in lefts if left.unrecorded), None),
         }
     )

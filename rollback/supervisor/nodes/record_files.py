@@ -19,10 +19,10 @@ from typing import NamedTuple
 from rollback.errors import RollbackError
 from rollback.facts.history import merge_windows
 from rollback.facts.training import Window
-from rollback.rundir.beacon import Beacon
-from rollback.rundir.elsewhere import HandedOver, read_handed_over
+from rollback.rundir.host_records import RecordPublisher
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.record_location import HandedOver, read_handed_over
 from rollback.rundir.skip_records import SkippedBatch
 from rollback.supervisor.nodes.protocol import NodeReport
 from rollback.system import files
@@ -145,12 +145,14 @@ class RecordFiles:
         return stamps
 
 
-def handing_over(files: RecordFiles, beacon: Beacon[NodeReport], every: float) -> AbstractContextManager[None]:
+def handing_over(
+    files: RecordFiles, publisher: RecordPublisher[NodeReport], every: float
+) -> AbstractContextManager[None]:
     """A thread shows what is new: a disk that holds it up must not keep this host from saying that its ranks live."""
 
     def show() -> None:
         with contextlib.suppress(OSError):  # when the attempt is over it is tried again
-            beacon.show(files=files.new())
+            publisher.show(files=files.new())
 
     return called_every("rollback-record-files", every, show)
 

@@ -22,7 +22,7 @@ import psutil
 from rollback.environment import ENV_MEETING
 from rollback.errors import RollbackError
 from rollback.instructions import MEETING_MODULE, MeetingPoint, program
-from rollback.rundir.beacon import LIMIT, write_in_place
+from rollback.rundir.host_records import LIMIT, write_in_place
 from rollback.system import files
 from rollback.system.threads import start_thread
 

@@ -53,7 +53,7 @@ class FetchAhead:
     def _fetch(self) -> None:
         indexes = read_indexes(self._store)
         names = map(CheckpointName, indexes[0].checkpoints) if indexes else ()
-        name = max(names, key=lambda name: name.order, default=None)
+        name = max(names, key=lambda name: name.sort_key, default=None)
         if name is None or ring.is_complete(self._paths.checkpoint(name)):
             return
         files.remove_directory(self._paths.checkpoint(name))

@@ -23,9 +23,9 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.evidence import unrecorded_by
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.memory import OomCounters
-from rollback.supervisor.diagnosis.outcome import Failures, Left, Refusal
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, Refusal
 from rollback.supervisor.diagnosis.stacks import take_stacks
-from rollback.supervisor.last_snapshot import ask_for_last_snapshot, forget_last_snapshot, kept_on_host
+from rollback.supervisor.last_snapshot import ask_for_last_snapshot, forget_last_snapshot, last_snapshot_on_host
 from rollback.supervisor.torchrun.command import (
     LaunchedJob,
     NodeGroup,
@@ -321,16 +321,16 @@ class Host:
         if self._board is not None:
             self._board.close()
 
-    def left(self, status: int, running: Running) -> Left:
+    def left(self, status: int, running: Running) -> HostOutcome:
         """What the attempt that has just ended left on this host. status: torchrun's."""
         failures = sound_model(self._failures, Failures, _ACCOUNT)
-        return Left(
+        return HostOutcome(
             status=status,
             guarded=self.guarded,
             refusal=sound_model(self._refusal, Refusal, _ACCOUNT),  # who wrote it may have been killed meanwhile
             failures=failures.with_ended(running.ended_ranks) if failures is not None else None,
             stopped=running.stopped(),
             oom_kills=running.oom_kills(),
-            kept=kept_on_host(self._paths, running.attempt),
+            kept=last_snapshot_on_host(self._paths, running.attempt),
             unrecorded=unrecorded_by(running.beats_in_memory()),
         )

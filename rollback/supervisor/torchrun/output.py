@@ -200,7 +200,7 @@ class Output:
             self.audience.say(f"rank {rank} raised, too: {told[:_TOLD_AT_MOST]} (all of it: {where})")
         self.release()
 
-    def last_words(self, rank: int) -> str | None:
+    def stderr_tail(self, rank: int) -> str | None:
         """The end of a rank's stderr in the last attempt; None: it was shown, or is empty."""
         source = next((s for s in self._sources if s.rank == rank and s.stream == "err"), None)
         if source is None or self._is_shown(source) or not source.last.strip():

@@ -49,7 +49,7 @@ def _asked(job: LaunchedJob) -> dict[str, str | bool]:
     return {name: value for name, value in job.flags.items() if name in _ASKED}
 
 
-def fingerprint(job: LaunchedJob, settings: Settings, salt: str | None) -> str:
+def job_digest(job: LaunchedJob, settings: Settings, salt: str | None) -> str:
     """A hash over script, arguments, settings, and the content of the files that they name.
 
     salt: the run's, for secret values.

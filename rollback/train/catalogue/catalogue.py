@@ -188,7 +188,7 @@ class Catalogue:
     def to_choose_from(self) -> list[PolicyCheckpoint]:
         """The checkpoints that can be restored: those that are held, and those that can be fetched. Oldest first."""
         offers = [entry.offer for entry in self._entries.values() if entry.offer is not None]
-        return sorted([*self.as_held(), *offers], key=lambda point: CheckpointName(point.name).order)
+        return sorted([*self.as_held(), *offers], key=lambda point: CheckpointName(point.name).sort_key)
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of a held checkpoint."""
@@ -218,4 +218,4 @@ class Catalogue:
 
     def _in_order(self) -> list[Manifest]:
         held = [entry.manifest for entry in self._entries.values() if entry.status in _HELD and entry.manifest]
-        return sorted(held, key=lambda manifest: manifest.order)
+        return sorted(held, key=lambda manifest: manifest.sort_key)

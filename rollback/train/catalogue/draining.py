@@ -10,8 +10,8 @@ from rollback.config import Settings
 from rollback.environment import ENV_SETTINGS, text_in
 from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.history import History, in_durable_ring
-from rollback.ring.drainer import Drainer, Phase, drainer_for
-from rollback.ring.helper import Helper
+from rollback.ring.drainer import Drainer, DrainPhase, drainer_for
+from rollback.ring.shard_copier import ShardCopier
 from rollback.ring.url.fetch import read_manifest_at
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -72,13 +72,13 @@ def _manifest_at(store: Store, name: CheckpointName) -> Manifest | None:
         return None
 
 
-def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks) -> Drainer | Helper | None:
+def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks) -> Drainer | ShardCopier | None:
     """Called by every rank when it is attached. Without supervisors, rank 0 fills the ring from a thread, and the first
     rank of each other host copies the parts of its host. Where there is no thread to be had, the rest trains on."""
     if supervised() or not ranks.first_of_host:
         return None
-    helper = None if ranks.first else Helper(paths, f"rank-{ranks.rank:05d}", say)
-    drainer = helper or drainer_for(paths, settings, record.note, say)
+    copier = None if ranks.first else ShardCopier(paths, f"rank-{ranks.rank:05d}", say)
+    drainer = copier or drainer_for(paths, settings, record.note, say)
     try:
         if drainer is not None:
             drainer.start()
@@ -88,20 +88,20 @@ def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks:
     return drainer
 
 
-def end_draining(drainer: Drainer | Helper | None) -> None:
+def end_draining(drainer: Drainer | ShardCopier | None) -> None:
     """Wait until the rest is copied, or is known to fail."""
     if drainer is None:
         return
-    if isinstance(drainer, Helper):
+    if isinstance(drainer, ShardCopier):
         drainer.linger(_PATIENCE_AT_THE_END)
         drainer.close(over=True)
         return
     drainer.finish()
-    if not drainer.wait(Phase.FINISHED, _PATIENCE_AT_THE_END):
+    if not drainer.wait(DrainPhase.FINISHED, _PATIENCE_AT_THE_END):
         say("there is no time left to copy the newest checkpoint to the durable ring")
         drainer.give_up()
     drainer.close()
-    drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)
+    drainer.wait(DrainPhase.CLOSED, _PATIENCE_AT_THE_END)
 
 
 def _is_the_operators() -> bool:

@@ -33,7 +33,7 @@ _ANSWER = 10.0  # seconds for so many bytes
 _CLOSING = 2.0  # seconds for what was asked of the GPU before this rank leaves
 _URGENT = -1  # priority: torch hands streams of that one out for nothing else here, and NCCL has none of them
 
-Read = Callable[[Tensor], Tensor]
+TensorReader = Callable[[Tensor], Tensor]
 """Gives a tensor as it is read on the host."""
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from rollback.checkpoints.fast_tier import last_account, last_locks
+from rollback.checkpoints.fast_tier import last_locks, last_snapshot_result
 from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS, RANK_ENDS_ELSEWHERE, StepEnd
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import Tier
-from rollback.train.last_snapshot.device import NoAnswer, Read
+from rollback.train.last_snapshot.device import NoAnswer, TensorReader
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts
 from rollback.train.last_snapshot.membership import Membership
@@ -94,7 +94,7 @@ class HeldEnds:
         if not self.is_still(held) or held.versions != self._versions():
             raise NotProved(f"the state of step {held.end.step} was changed while it was read")
 
-    def as_they_were(self, ends: Sequence[CommonEnd], read: Read) -> Sequence[CommonEnd]:
+    def as_they_were(self, ends: Sequence[CommonEnd], read: TensorReader) -> Sequence[CommonEnd]:
         """Those of these ends whose weights and optimizer this rank still has. Raises NotProved: it has none."""
         if all(held.digest is None for held, _ in ends):
             return ends
@@ -143,7 +143,7 @@ class Keeper:
         self._gone = tuple(self._peers.lost(self._bell == RANK_ENDS))
         # Where one is gone, what this rank has met follows from that.
         reason = gone_in_words(self._gone) if self._gone else self._reason
-        account = LastAccount(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)
+        account = LastSnapshotResult(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)
         try:
             if self._hosts is not None and self._bell != RANK_ENDS_ELSEWHERE:
                 self._hosts.ring()
@@ -155,9 +155,9 @@ class Keeper:
         except Exception as error:  # noqa: BLE001 - the rank ends either way; the record says why nothing was kept
             account = account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
         if account.checkpoint is None:  # else it is written already
-            last_account.write_account(self._paths, account)
+            last_snapshot_result.write_result(self._paths, account)
 
-    def _keep(self, account: LastAccount) -> LastAccount:
+    def _keep(self, account: LastSnapshotResult) -> LastSnapshotResult:
         """Again, if this rank has come to another step's end meanwhile: it was behind the one that is gone."""
         while True:
             try:
@@ -172,7 +172,7 @@ class Keeper:
                 if self._held.is_still(ends[0].held) or time.monotonic() > self._began + _PATIENCE:
                     raise
 
-    def _keep_one(self, ends: Sequence[CommonEnd], account: LastAccount) -> LastAccount:
+    def _keep_one(self, ends: Sequence[CommonEnd], account: LastSnapshotResult) -> LastSnapshotResult:
         """Keep the state of the first of these ends; of several hosts, of that one which all have."""
         told = time.monotonic()
         ends = self._held.as_they_were(ends, self._read)
@@ -203,7 +203,7 @@ class Keeper:
             metrics = kept.metrics(exchange.foreseen) if kept is not None else plan.metrics
             return self._tell(account, manifest, metrics, plan.gone)
 
-    def _keep_by_marks(self, hosts: Hosts, account: LastAccount) -> LastAccount:
+    def _keep_by_marks(self, hosts: Hosts, account: LastSnapshotResult) -> LastSnapshotResult:
         """No rank of this host stands at these ends. Those of other hosts may, and lack nothing but these marks."""
         with last_locks.alone(self._paths, self._began + _PATIENCE):
             if self._another_has_kept():
@@ -218,12 +218,12 @@ class Keeper:
         return Exchange(hosts, self._foresee, self._began + _AMONG_HOSTS - time.monotonic())
 
     def _another_has_kept(self) -> bool:
-        return any(other.checkpoint for other in last_account.read_accounts(self._paths, self._run.attempt))
+        return any(other.checkpoint for other in last_snapshot_result.read_results(self._paths, self._run.attempt))
 
     def _tell(
-        self, account: LastAccount, manifest: Manifest, metrics: Sequence[str],
+        self, account: LastSnapshotResult, manifest: Manifest, metrics: Sequence[str],
         gone: Sequence[int] = (), tier: Tier = "fast",
-    ) -> LastAccount:  # fmt: skip
+    ) -> LastSnapshotResult:  # fmt: skip
         """Before another rank is let in. metrics: the newest lines. gone: as all hosts know of them."""
         told = {
             "checkpoint": manifest.name, "step": manifest.step, "tier": tier, "metrics": tuple(metrics),
@@ -231,7 +231,7 @@ class Keeper:
             "reason": gone_in_words(gone) if gone else account.reason,
         }  # fmt: skip
         account = account.model_copy(update=told)
-        last_account.write_account(self._paths, account)
+        last_snapshot_result.write_result(self._paths, account)
         return account
 
     def _write_of(self, common: CommonEnd, digests: dict[str, bytes]) -> LastWrite:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollback.checkpoints.fast_tier import end_marks, last_locks, mark_copies
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
-from rollback.checkpoints.fast_tier.last_account import LastAccount, read_accounts, write_account
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult, read_results, write_result
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.system.small_json import sound_model
@@ -43,11 +43,11 @@ def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int 
     if (job := _job_of(paths)) is None:
         return
     gone = [rank for rank in job.ranks if not end_marks.has_left(paths, rank)]
-    account = LastAccount(attempt=job.attempt, rank=job.own, reason=gone_in_words(gone))
+    account = LastSnapshotResult(attempt=job.attempt, rank=job.own, reason=gone_in_words(gone))
     with last_locks.busy(paths):
         try:
             with last_locks.alone(paths, deadline):
-                if read_accounts(paths, job.attempt):
+                if read_results(paths, job.attempt):
                     return  # somebody else has spoken
                 try:
                     told = _keep(paths, job, gone, noticed, deadline, lost_at)
@@ -55,9 +55,9 @@ def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int 
                     told = {"why_not": str(error)}
                 except Exception as error:  # noqa: BLE001 - the record says why nothing was kept
                     told = {"why_not": f"{type(error).__name__}: {error}"}
-                write_account(paths, account.model_copy(update=told))
+                write_result(paths, account.model_copy(update=told))
         except TimeoutError as error:
-            write_account(paths, account.model_copy(update={"why_not": str(error)}))
+            write_result(paths, account.model_copy(update={"why_not": str(error)}))
 
 
 def _keep(
@@ -119,7 +119,7 @@ def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.E
         while silent is None or time.monotonic() < silent + _HEARD:
             if over.wait(_LOOK):
                 return
-            silent = None if copied.is_fed() else silent or time.monotonic()
+            silent = None if copied.is_live() else silent or time.monotonic()
         job = _job_of(copied.marks)
         if job is not None and _is_lost(job, hosts, copied):
             stand_in(copied.marks, silent, deadline, copied.last_alive())

@@ -32,7 +32,7 @@ from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.system import files
 from rollback.system.cgroups import cores_here
-from rollback.train.last_snapshot.device import NO_DEVICE, Read, device_of
+from rollback.train.last_snapshot.device import NO_DEVICE, TensorReader, device_of
 from rollback.train.last_snapshot.small_state import SharedState, SmallState
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots import drift
@@ -85,13 +85,13 @@ def shared_tree(large: Mapping[str, Any], small: SharedState, sentinel: Mapping[
     return {**large, **trees, "optimizer": optimizer, "sentinel": sentinel_tree}
 
 
-def digests_of_parameters(state: TrainingState, read: Read = NO_DEVICE.read) -> dict[str, bytes]:
+def digests_of_parameters(state: TrainingState, read: TensorReader = NO_DEVICE.read) -> dict[str, bytes]:
     """Of all bits of this rank's parameters, by name."""
     parameters = {name: item for name, item in large_state(state)[1].items() if name.startswith(PARAMETERS)}
     return {name: _digest(read(item)) for name, item in parameters.items()}
 
 
-def digest_of_large_state(state: TrainingState, read: Read = NO_DEVICE.read) -> int:
+def digest_of_large_state(state: TrainingState, read: TensorReader = NO_DEVICE.read) -> int:
     """Of all bits of this rank's parameters and of the optimizer's tensors, where they lie.
 
     On a GPU it is another kind of digest, which a GPU computes too; `read` does not change it.
@@ -254,7 +254,7 @@ class LastWrite(HostWrite):
         bodies: Mapping[int, bytes],
         small: SharedState,
         digests: Mapping[str, bytes],
-        read: Read,
+        read: TensorReader,
         require_unchanged: Callable[[], None],
     ) -> None:
         super().__init__(snapshots.memory.slots_of_host.paths, bodies, small.alike, small.texts)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.contents import Stored, parts_by_name, require_keys
-from rollback.checkpoints.format.layout import Kind
+from rollback.checkpoints.format.layout import TensorKind
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.format.parts import Part, cover, read_parts, whole
 from rollback.checkpoints.format.shard import ShardReader
@@ -149,7 +149,7 @@ class Parted:
         record = manifest.shards[ranks.rank]
         self._name, self._content = manifest.name, manifest.content
         self._owner: dict[str, int] = {}
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, TensorKind] = {}
         """Of tensors that are not sharded: each is in one rank's shard."""
         self._parts: dict[str, Part] = {}
         """This rank's."""
@@ -228,7 +228,7 @@ class Parted:
         if (fault := ranks.first_fault(fault)) is not None:
             raise CheckpointDamaged(fault)
         found = dict(read)
-        by_owner: dict[int, dict[str, tuple[Tensor | None, Kind]]] = {}
+        by_owner: dict[int, dict[str, tuple[Tensor | None, TensorKind]]] = {}
         for key in self._wanted:
             kind = self._kinds[key]
             by_owner.setdefault(self._owner[key], {})[key] = room(key, kind), kind
@@ -264,11 +264,11 @@ class Parted:
 
     def _find_parts(
         self, there: Mapping[int, Mapping[str, _Stored]], find: Callable[[str], Tensor | None], own: int
-    ) -> tuple[dict[str, Tensor], dict[tuple[int, int], dict[str, Kind]]]:
+    ) -> tuple[dict[str, Tensor], dict[tuple[int, int], dict[str, TensorKind]]]:
         """What each part is like; and what goes from one rank to another, from or to this one: the kinds, by the two.
         Of the ranks that have a part the first one sends it. Raises CheckpointDamaged."""
         likes: dict[str, Tensor] = {}
-        routes: dict[tuple[int, int], dict[str, Kind]] = {}
+        routes: dict[tuple[int, int], dict[str, TensorKind]] = {}
         for key in self._wanted_parts:
             like, having = None, list[int]()
             same: tuple[int, ...] = (own,)
@@ -296,7 +296,7 @@ class Parted:
         source: int,
         to: int | None,
         read: Mapping[str, Tensor],
-        wanted: Mapping[str, tuple[Tensor | None, Kind]],
+        wanted: Mapping[str, tuple[Tensor | None, TensorKind]],
         ranks: Ranks,
     ) -> dict[str, Tensor]:
         """Send what rank `source` has read to rank `to` (None: to all others, collectively). Returns what came here.
@@ -321,14 +321,16 @@ class Parted:
 Reading = Whole | Parted
 
 
-def rooms(live: Mapping[str, Tensor], find: Callable[[str], Tensor | None]) -> Callable[[str, Kind], Tensor | None]:
+def rooms(
+    live: Mapping[str, Tensor], find: Callable[[str], Tensor | None]
+) -> Callable[[str, TensorKind], Tensor | None]:
     """What a stored tensor of some name and kind is read into: the live one, if there is one.
 
     Of what another object keeps, or a parameter group, a new one on the device of its own: who gets it may keep it.
     None: a new one in the host's memory.
     """
 
-    def room(key: str, kind: Kind) -> Tensor | None:
+    def room(key: str, kind: TensorKind) -> Tensor | None:
         if (present := live.get(key)) is not None or key.startswith(STILL):
             return present
         own = find(key)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollback.checkpoints.format.contents import Stored, TensorFile
-from rollback.checkpoints.format.layout import Kind
+from rollback.checkpoints.format.layout import TensorKind
 from rollback.checkpoints.format.parts import Box, Part, cover
 from rollback.errors import CheckpointDamaged
 from rollback.system.cgroups import cores_here
@@ -25,14 +25,14 @@ _ROOM = 32 << 20  # bytes: large enough for the link's full speed
 _MOST_THREADS = 16  # that one rank reads with, however many cores it has: some take all that a memory can give
 
 
-def fitting(present: Tensor | None, kind: Kind) -> Tensor | None:
+def fitting(present: Tensor | None, kind: TensorKind) -> Tensor | None:
     """The existing tensor if it is of that kind, else None."""
     if present is None or (tree.DTYPE_CODE[present.dtype], tuple(present.shape)) != kind:
         return None
     return present
 
 
-def fresh(kind: Kind, device: torch.device | None = None) -> Tensor:
+def fresh(kind: TensorKind, device: torch.device | None = None) -> Tensor:
     dtype, shape = kind
     return torch.empty(shape, dtype=tree.DTYPE[dtype], device=device or "cpu")
 

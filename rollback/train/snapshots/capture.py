@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollback.checkpoints.format.frozen import METADATA as METADATA_FROZEN
 from rollback.checkpoints.format.frozen import write_digests
-from rollback.checkpoints.format.layout import Kind, Layout, TensorEntry
+from rollback.checkpoints.format.layout import Layout, TensorEntry, TensorKind
 from rollback.checkpoints.format.parts import METADATA, Part, write_parts
 from rollback.checkpoints.format.shard import ShardPiece
 from rollback.system.region import Region, copy
@@ -60,7 +60,7 @@ class Share:
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
     sample: Sequence[Tensor] = ()
 
-    def kinds(self) -> dict[str, Kind]:
+    def kinds(self) -> dict[str, TensorKind]:
         return {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in self.tensors.items()}
 
 

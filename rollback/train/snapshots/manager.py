@@ -248,7 +248,7 @@ class CheckpointManager:
         """Rank 0: the manifests in the ring that belong to the run, and whether they are good."""
         history = self._record.history
         sound, _ = ring.manifests(self._paths)
-        present = [m for m in of_present_timeline(history, sound) if m.name not in history.gone]
+        present = [m for m in of_present_timeline(history, sound) if m.name not in history.left_run_directory]
         return [(manifest.model_dump_json(), manifest.name in history.good) for manifest in present]
 
     def _land(self, landing: Landing) -> None:

@@ -188,7 +188,7 @@ def _restore_newest(
                 damaged |= not_on_record(history, found.manifests, found.ahead)
             return manifest, result.place
         damaged[manifest.name] = result.fault.message
-    lost = history.committed.keys() - history.gone - history.discarded
+    lost = history.committed.keys() - history.left_run_directory - history.discarded
     _require_known(found, url)
     if not (found.manifests or damaged or lost):
         return None

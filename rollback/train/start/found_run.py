@@ -84,7 +84,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
     in_memory, slots, strays, ahead = _take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
     by_name = {manifest.name: manifest for manifest in [*in_memory, *in_ring]}
-    manifests = sorted(by_name.values(), key=lambda manifest: manifest.order)
+    manifests = sorted(by_name.values(), key=lambda manifest: manifest.sort_key)
     history = copy_of(journal.history) if journal else history_as_json.validate_json(body["history"])
     newer, unknown = ranks.first_does(lambda: only_at_url(paths, settings, history, manifests)) or ([], None)
     at_url, unknown = ranks.from_first([[manifest.model_dump(mode="json") for manifest in newer], unknown])

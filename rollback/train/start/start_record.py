@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from rollback.checkpoints import ring, tiers
-from rollback.checkpoints.fast_tier import end_marks, last_account
+from rollback.checkpoints.fast_tier import end_marks, last_snapshot_result
 from rollback.checkpoints.fast_tier.slots import forget
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import beyond_the_record, healthy_before, is_on_record
@@ -117,7 +117,7 @@ def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest 
     tier = tiers.fast_tier_of(paths)
     if chosen is None or tier is None or chosen.name in history.committed:
         return
-    for account in last_account.read_accounts(end_marks.marks_of(tier), chosen.attempt):
+    for account in last_snapshot_result.read_results(end_marks.marks_of(tier), chosen.attempt):
         if account.checkpoint != chosen.name:
             continue
         at: Tier = "fast" if account.tier == "fast" else "durable"
@@ -240,10 +240,12 @@ def where_it_goes_on(history: History, chosen: Manifest, found: Collection[str])
     """Where the run goes on, in words. found: the names of all checkpoints that there are, damaged ones too."""
     end = history.finished
     if end is None or chosen.name != end.checkpoint:
-        missing = (CheckpointName(name) for name in history.held if name not in found)
-        newest = max(missing, key=lambda name: name.order, default=None)
+        missing = (CheckpointName(name) for name in history.restorable if name not in found)
+        newest = max(missing, key=lambda name: name.sort_key, default=None)
         # A plan goes back by intent, and discards what is newer.
-        missed = newest is not None and history.pending is None and newest.order > CheckpointName(chosen.name).order
+        missed = (
+            newest is not None and history.pending is None and newest.sort_key > CheckpointName(chosen.name).sort_key
+        )
         lost = f"; the newest checkpoint on record, {newest}, is missing" if missed else ""
         return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name}){lost}"
     by = f", by {end.by}" if end.by else ""

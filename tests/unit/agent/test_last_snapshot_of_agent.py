@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rollback.agent.last_snapshot import wait_for_last_snapshot
-from rollback.checkpoints.fast_tier import end_marks, last_account
+from rollback.checkpoints.fast_tier import end_marks, last_snapshot_result
 from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 
 LIMIT = 20.0
 
@@ -70,8 +70,8 @@ def leave(paths: EndMarkPaths) -> None:
 ELSE: dict[str, Callable[[EndMarkPaths], object]] = {
     "there is one host": lambda paths: paths.hosts.unlink(),
     "the marks are of an earlier attempt": lambda paths: paths.hosts.write_text(json.dumps({"attempt": 2})),
-    "a rank has told what became of it": lambda paths: last_account.write_account(
-        paths, LastAccount(attempt=3, rank=1, reason="")
+    "a rank has told what became of it": lambda paths: last_snapshot_result.write_result(
+        paths, LastSnapshotResult(attempt=3, rank=1, reason="")
     ),
     "all have ended as they should": leave,
     "there is no fast tier": lambda paths: Path(os.environ["ROLLBACK_RUN"], "fast-tier.json").unlink(),

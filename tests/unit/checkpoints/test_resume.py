@@ -108,7 +108,7 @@ def test_what_a_rollback_cut_off_never_comes_back_listed_in_its_plan_or_not() ->
 def test_of_two_with_one_number_the_later_step_is_the_newer_one_and_is_cut_off() -> None:
     """A last snapshot that was asked for while ranks trained on has the number of the snapshot that they took next."""
     ring = [*RING[:2], manifest_of(1, 23)]
-    assert names(sorted([ring[2], *RING[:2]], key=lambda manifest: manifest.order)) == [*NAMES[:2], ring[2].name]
+    assert names(sorted([ring[2], *RING[:2]], key=lambda manifest: manifest.sort_key)) == [*NAMES[:2], ring[2].name]
     history = history_of(incident(1, 45, 49), plan_to(1), restored(1))
     assert names(of_present_timeline(history, ring)) == NAMES[:2]
     assert names(candidates(history, ring)) == [NAMES[1], NAMES[0]]

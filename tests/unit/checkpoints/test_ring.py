@@ -30,14 +30,14 @@ def paths(tmp_path: Path) -> RunPaths:
 @given(st.integers(0, 10**12 - 1), st.integers(0, 10**15 - 1))
 def test_a_checkpoint_name_says_sequence_number_and_step(seq: int, step: int) -> None:
     name = CheckpointName.of(seq, step)
-    assert name.order == (name.seq, name.step) == (seq, step)
+    assert name.sort_key == (name.seq, name.step) == (seq, step)
     assert CheckpointName.parse(str(name)) == name == str(name)
 
 
 @pytest.mark.parametrize("name", ["", "c1-s1", "c000001-s0000000a", "xc000001-s00000001", "c000001-s00000001.tmp"])
 def test_other_names_are_not_checkpoints(name: str) -> None:
     assert CheckpointName.parse(name) is None
-    assert (CheckpointName(name), CheckpointName(name).order) == (name, (0, 0)), "as a record has it"
+    assert (CheckpointName(name), CheckpointName(name).sort_key) == (name, (0, 0)), "as a record has it"
 
 
 def test_the_ring_lists_committed_checkpoints_only_by_sequence_number(paths: RunPaths) -> None:

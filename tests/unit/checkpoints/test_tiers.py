@@ -234,7 +234,7 @@ def test_what_has_left_the_ring_is_seen_to_have_left(paths: RunPaths) -> None:
     name = write_checkpoint(paths, 1, 10)
     (place,) = tiers.locate(paths)
     assert not tiers.has_left(place)
-    with tiers.held(place):
+    with tiers.hold_slot(place):
         paths.checkpoint(name).rename(paths.ring / "elsewhere")
     assert tiers.has_left(place)
 
@@ -242,7 +242,7 @@ def test_what_has_left_the_ring_is_seen_to_have_left(paths: RunPaths) -> None:
 def test_a_reader_that_is_kept_waiting_lets_the_slot_go(paths: RunPaths, tier: SlotPaths) -> None:
     commit(tier, 0, 1)
     (place,) = tiers.in_slots(paths)
-    with tiers.held(place) as let_go:
+    with tiers.hold_slot(place) as let_go:
         assert not slots.uncommit(tier, 0)
         let_go()
         assert slots.uncommit(tier, 0)
@@ -253,12 +253,12 @@ def test_a_reader_that_is_kept_waiting_lets_the_slot_go(paths: RunPaths, tier: S
 def test_a_checkpoint_that_has_left_its_slot_cannot_be_held(paths: RunPaths, tier: SlotPaths) -> None:
     commit(tier, 0, 1)
     (place,) = tiers.in_slots(paths)
-    with tiers.held(place):
+    with tiers.hold_slot(place):
         pass
     commit(tier, 0, 2)
     with (
         pytest.raises(CheckpointDamaged, match=r"holds c000002-s00000020 now, not c000001-s00000010"),
-        tiers.held(place),
+        tiers.hold_slot(place),
     ):
         pass
 

@@ -27,7 +27,7 @@ from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 from rollback.rundir.seal import ENV_SEAL
-from rollback.supervisor.attempts import LaunchOrder
+from rollback.supervisor.attempts import LaunchOptions
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.preflight import default_run, require_script
@@ -37,12 +37,12 @@ from rollback.terminal.messages import printable, printable_lines
 
 
 @pytest.fixture
-def orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchOrder]:
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchOptions]:
     """What `rollback launch` would have carried out; the folder has a train.py."""
-    taken: list[LaunchOrder] = []
+    taken: list[LaunchOptions] = []
 
-    def take(order: LaunchOrder, *_: object) -> RunResult:
-        taken.append(order)
+    def take(options: LaunchOptions, *_: object) -> RunResult:
+        taken.append(options)
         return RunResult(exit_code=ExitCode.DONE, reason="")
 
     monkeypatch.chdir(tmp_path)
@@ -52,11 +52,11 @@ def orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchOrder]
 
 
 def test_a_stop_while_an_adopted_script_is_refused_is_one_for_the_launch_without_protection_too(
-    orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: list[LaunchOptions], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(order: LaunchOrder, *_: object) -> RunResult:
-        assert not orders, "started once more"
-        orders.append(order)
+    def refuse(options: LaunchOptions, *_: object) -> RunResult:
+        assert not launches, "started once more"
+        launches.append(options)
         signal.raise_signal(signal.SIGTERM)
         raise ScriptRefused("two loaders", hint="one will do")
 
@@ -75,7 +75,7 @@ import atexit, os, signal, sys
 from rollback import cli
 launch = sys.modules["rollback.cli.launch"]
 stopped = launch.RunResult(exit_code=75, reason="SIGUSR1")
-launch.supervise = lambda order, audience, signals: stopped
+launch.supervise = lambda options, audience, signals: stopped
 atexit.register(os.kill, os.getpid(), {int(late)})
 sys.argv = ["rollback", "launch", "train.py"]
 cli.main()
@@ -297,19 +297,19 @@ class TestAnswersThatCannotBeWritten:
 
 
 class TestLaunchFlags:
-    def test_a_command_line_in_full(self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_command_line_in_full(self, launches: list[LaunchOptions], monkeypatch: pytest.MonkeyPatch) -> None:
         words = "launch --nproc 2 --rdzv_id=x -r3 --grace 5 --restart_budget 3 --policy palm --retry-first --keep=4"
         assert (
             run(monkeypatch, *words.split(), "--skip", "9:12", "--skip=1:2", "train.py", "--keep", "-h", "--a_b") == 0
         )
-        (order,) = orders
-        assert order.paths.root == Path("runs/train")
-        assert order.job.flags == {"nproc-per-node": "2", "rdzv-id": "x", "redirects": "3"}
-        assert order.job.script == "train.py"
-        assert order.job.arguments == ["--keep", "-h", "--a_b"]
-        assert order.restart_budget == 3
-        assert order.grace == 5.0
-        assert json.loads(order.settings.model_dump_json(exclude_unset=True)) == {
+        (options,) = launches
+        assert options.paths.root == Path("runs/train")
+        assert options.job.flags == {"nproc-per-node": "2", "rdzv-id": "x", "redirects": "3"}
+        assert options.job.script == "train.py"
+        assert options.job.arguments == ["--keep", "-h", "--a_b"]
+        assert options.restart_budget == 3
+        assert options.grace == 5.0
+        assert json.loads(options.settings.model_dump_json(exclude_unset=True)) == {
             "policy": "palm",
             "retry_first": True,
             "keep": 4,
@@ -317,26 +317,26 @@ class TestLaunchFlags:
         }
 
     def test_nothing_is_set_that_was_not_given(
-        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch
+        self, launches: list[LaunchOptions], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run(monkeypatch, "launch", "train.py")
-        assert orders[0].settings.model_dump(exclude_unset=True) == {}
-        assert orders[0].job.flags == {}
-        assert orders[0].restart_budget == 10
-        assert orders[0].grace == 60.0
-        assert not orders[0].expects_guard
+        assert launches[0].settings.model_dump(exclude_unset=True) == {}
+        assert launches[0].job.flags == {}
+        assert launches[0].restart_budget == 10
+        assert launches[0].grace == 60.0
+        assert not launches[0].expects_guard
 
     @pytest.mark.parametrize("flag", ["--run=x", "--restart-budget=3", "--policy=palm", "--tensorboard=x", "--keep=4"])
     def test_a_flag_that_concerns_a_guard_says_that_there_is_one(
-        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, flag: str
+        self, launches: list[LaunchOptions], monkeypatch: pytest.MonkeyPatch, flag: str
     ) -> None:
         run(monkeypatch, "launch", flag, "train.py")
         run(monkeypatch, "launch", "--grace=3", "--hang-after=9", "--max-restarts=3", "--no-preload", "train.py")
-        assert [order.expects_guard for order in orders] == [True, False]
+        assert [options.expects_guard for options in launches] == [True, False]
 
     @pytest.mark.parametrize(("words", "said"), [(["train.py"], True), (["--no-python", "./train.py"], False)])
     def test_a_script_that_starts_its_ranks_by_itself_is_told_what_comes_of_that(
-        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+        self, launches: list[LaunchOptions], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
         words: list[str], said: bool,
     ) -> None:  # fmt: skip
         Path("train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
@@ -344,14 +344,14 @@ class TestLaunchFlags:
         assert run(monkeypatch, "launch", *words) == ExitCode.DONE
         told = "train.py, line 2, starts processes by torch.multiprocessing.spawn: what they train is not protected."
         assert (told in capfd.readouterr().err) is said
-        assert len(orders) == 1
+        assert len(launches) == 1
 
     def test_a_limit_is_switched_off_by_the_word_for_it_and_what_is_no_limit_is_refused(
-        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+        self, launches: list[LaunchOptions], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
         run(monkeypatch, "launch", "--stall-after", "off", "--hang-after", "off", "train.py")
         run(monkeypatch, "launch", "--stall-after", "9", "train.py")
-        assert [order.hang for order in orders] == [HangLimits(None, None), HangLimits("auto", 9.0)]
+        assert [options.hang for options in launches] == [HangLimits(None, None), HangLimits("auto", 9.0)]
         for flag, words in (("--stall-after", "off"), ("--hang-after", "auto, off,")):
             for text in ("auto!", "0", "nan"):
                 assert run(monkeypatch, "launch", flag, text, "train.py") == ExitCode.USAGE
@@ -359,15 +359,15 @@ class TestLaunchFlags:
                 assert f"{flag}: '{text}' is neither {words} nor a number of seconds" in said
 
     def test_torchruns_restarts_become_the_budget(
-        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch
+        self, launches: list[LaunchOptions], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run(monkeypatch, "launch", "--max-restarts", "4", "train.py")
         monkeypatch.setenv("PET_MAX_RESTARTS", "7")
         run(monkeypatch, "launch", "train.py")
-        assert [order.restart_budget for order in orders] == [4, 7]
-        assert [order.job.max_restarts for order in orders] == [4, 7]
+        assert [options.restart_budget for options in launches] == [4, 7]
+        assert [options.job.max_restarts for options in launches] == [4, 7]
         run(monkeypatch, "launch", "--restart-budget", "9", "train.py")
-        assert (orders[2].restart_budget, orders[2].job.max_restarts) == (9, 7)
+        assert (launches[2].restart_budget, launches[2].job.max_restarts) == (9, 7)
 
     def test_help_has_every_setting_and_every_flag_of_torchrun_with_what_it_means(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -430,7 +430,7 @@ class TestLaunchMistakes:
     )
     def test_a_mistake_is_told_by_name_before_anything_is_made(
         self,
-        orders: list[LaunchOrder],
+        launches: list[LaunchOptions],
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
         words: list[str],
@@ -438,11 +438,11 @@ class TestLaunchMistakes:
     ) -> None:
         assert run(monkeypatch, "launch", *words) == ExitCode.USAGE
         assert told in capsys.readouterr().err
-        assert orders == []
+        assert launches == []
         assert [path.name for path in Path().iterdir()] == ["train.py"]
 
     def test_a_key_that_the_environment_names_is_looked_at_like_one_that_a_flag_names(
-        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, launches: list[LaunchOptions], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         key = Path("key")
         for named, told in (
@@ -452,7 +452,7 @@ class TestLaunchMistakes:
             monkeypatch.setenv(ENV_SEAL, str(named))
             assert run(monkeypatch, "launch", "train.py") == ExitCode.USAGE
             assert told in capsys.readouterr().err
-        assert orders == []
+        assert launches == []
         key.write_bytes(bytes(32))
         key.chmod(0o600)
         monkeypatch.setenv(ENV_SEAL, str(key))

@@ -95,7 +95,7 @@ def test_what_was_quarantined_is_good_no_more_and_what_was_evicted_may_be_kept_e
     gone = [Evicted(checkpoint=C0, reason="the ring is full"), Quarantined(checkpoint=C1, reason="flipped bit")]
     history = fold(records([*CHECKPOINTS, *gone]))
     assert history.good == {C0}
-    assert history.gone == {C0, C1}
+    assert history.left_run_directory == {C0, C1}
 
 
 @pytest.mark.parametrize("facts", range(len(CHECKPOINTS), len(STORY) + 1))
@@ -340,17 +340,17 @@ def test_what_was_good_and_is_found_damaged_may_be_sound_elsewhere() -> None:
 def test_a_checkpoint_that_was_fetched_is_here_again_and_good() -> None:
     fetched = Fetched(checkpoint=C2, step=40, place="s3://b", bytes=1, seconds=0.1)
     history = told(commit(C2, 40), Evicted(checkpoint=C2, reason="full"), fetched)
-    assert (history.gone, history.good) == (set(), {C2})
+    assert (history.left_run_directory, history.good) == (set(), {C2})
 
 
 def test_what_leaves_the_fast_tier_is_not_gone() -> None:
-    assert told(commit(C2, 40), Evicted(checkpoint=C2, reason="full", tier="fast")).gone == set()
+    assert told(commit(C2, 40), Evicted(checkpoint=C2, reason="full", tier="fast")).left_run_directory == set()
 
 
 def test_the_record_knows_what_was_let_go_and_what_was_lost() -> None:
     let_go, lost = Evicted(checkpoint=C2, reason="", tier="fast"), CheckpointLost(checkpoint=C1, tier="fast")
-    assert told(*CHECKPOINTS, let_go, lost).held == [C0, C1]
-    assert told(*STORY, Evicted(checkpoint=C1, reason="full")).held == [C0]
+    assert told(*CHECKPOINTS, let_go, lost).restorable == [C0, C1]
+    assert told(*STORY, Evicted(checkpoint=C1, reason="full")).restorable == [C0]
 
 
 def test_what_the_run_was_told_and_has_told_is_remembered() -> None:

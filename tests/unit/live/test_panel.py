@@ -30,7 +30,7 @@ from rollback.facts.training import (
     RestartScheduled,
     Restored,
 )
-from rollback.inspect.status.status import Status, StatusReader, read_status
+from rollback.inspect.status.status import RunStatus, StatusReader, read_status
 from rollback.live.fact_lines import line_of
 from rollback.live.panel import Curves, panel
 from rollback.live.panel_screen import PanelScreen, above
@@ -48,7 +48,7 @@ from rollback.terminal.messages import line_for
 LIMIT = 30.0
 
 
-def text_of(status: Status | None, curves: Curves | None = None, width: int = 80) -> str:
+def text_of(status: RunStatus | None, curves: Curves | None = None, width: int = 80) -> str:
     file = io.StringIO()
     Console(file=file, width=width, color_system=None).print(panel(status, curves or Curves(), width, 61.0))
     return file.getvalue()

@@ -20,7 +20,7 @@ from rollback.config import Settings
 from rollback.errors import CheckpointLeft, CheckpointUnreadable, RingUnavailable, RunDoesNotFit
 from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact, Finished
 from rollback.ring import drainer as draining
-from rollback.ring.drainer import Drainer, Phase
+from rollback.ring.drainer import Drainer, DrainPhase
 from rollback.ring.schedule import DrainPace
 from rollback.ring.url.ring import RunFromUrl
 from rollback.ring.url.store import Store
@@ -71,11 +71,11 @@ def test_a_ring_that_was_away_for_days_is_filled_again(tmp_path: Path, monkeypat
     drainer = Drainer(RunPaths(tmp_path), ring, DrainPace.parse("10"), 3, facts.append, lambda text: None)  # type: ignore[arg-type]
     drainer.start()
     assert ring.reached.wait(60), f"it was tried {ring.tries} times"
-    assert not drainer.wait(Phase.CLOSED, 0)
+    assert not drainer.wait(DrainPhase.CLOSED, 0)
     drainer.finish()
-    assert drainer.wait(Phase.FINISHED, 60)
+    assert drainer.wait(DrainPhase.FINISHED, 60)
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
 
 
 class FailsOnce(AwayForDays):
@@ -104,7 +104,7 @@ def test_a_ring_is_told_to_work_again_only_once_something_was_written_there(tmp_
     assert told == ["the durable ring: nobody answers; it is tried again, and training goes on"]
     assert drainer.trouble == "nobody answers"
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
     assert ring.reached.is_set()
     assert told[1:] == (["the durable ring away:// works again"] if writes else [])
     assert drainer.trouble == (None if writes else "nobody answers")
@@ -151,7 +151,7 @@ def at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunPath
     journal.append(Finished(step=10, batch=10, checkpoint=name))
     journal.close()
     monkeypatch.setattr(tiers, "in_slots", lambda paths: [place])
-    monkeypatch.setattr(tiers, "held", lambda place: contextlib.nullcontext())
+    monkeypatch.setattr(tiers, "hold_slot", lambda place: contextlib.nullcontext())
     monkeypatch.setattr(tiers, "release", lambda paths, durable, final: released.append(final))
     return paths, name, released
 
@@ -165,10 +165,10 @@ def test_the_final_state_comes_home_where_the_ring_is_away_and_the_memory_is_giv
     drainer = Drainer(paths, ring, DrainPace.parse("10"), 3, lambda fact: None, told.append, home)  # type: ignore[arg-type]
     drainer.finish()
     drainer.start()
-    assert drainer.wait(Phase.FINISHED, 60)
+    assert drainer.wait(DrainPhase.FINISHED, 60)
     ring.tries = FAILURES if back else 0
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
     assert (home.has, released) == ([name], [name])
     (line,) = told  # that it works again would be no help: there is no time left for the checkpoint
     assert line == "the durable ring: nobody answers; this launch does not try it again"
@@ -197,9 +197,9 @@ def test_the_final_state_of_a_run_that_was_overtaken_at_its_url_comes_home(
     else:
         drainer.finish()
         drainer.start()
-    assert drainer.wait(Phase.FINISHED, 60)
+    assert drainer.wait(DrainPhase.FINISHED, 60)
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
     assert (home.has, released, ring.tries) == ([name], [name], 1), "nothing is tried at that ring again"
     (line,) = told
     assert "nothing more is copied to it (name another URL)" in line
@@ -218,9 +218,9 @@ def test_of_hosts_apart_nothing_is_brought_home_from_a_url_where_another_goes_on
     drainer.start()
     wait_for(lambda: drainer.unfit)
     drainer.finish()
-    assert drainer.wait(Phase.FINISHED, 60)
+    assert drainer.wait(DrainPhase.FINISHED, 60)
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
     assert drainer.trouble == "another process goes on with this run"
 
 
@@ -263,9 +263,9 @@ def test_a_checkpoint_that_leaves_before_it_is_read_is_no_trouble(tmp_path: Path
     drainer.start()
     assert ring.taken.wait(60)
     drainer.finish()
-    assert drainer.wait(Phase.FINISHED, 60)
+    assert drainer.wait(DrainPhase.FINISHED, 60)
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
     assert (facts, told, drainer.trouble) == ([], [], None)
 
 
@@ -300,7 +300,7 @@ def test_a_part_that_another_host_has_given_up_is_told_where_the_ring_gets_none_
             assert told == []
     wait_for(lambda: facts)
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
     assert [fact.checkpoint for fact in facts if isinstance(fact, DrainFailed)] == [ring.asked[1]]
     (line,) = told
     assert "another host cannot copy its part" in line
@@ -335,9 +335,9 @@ def test_what_a_plan_needs_stays_though_it_was_to_leave_when_the_removal_of_othe
     drainer = Drainer(paths, ring, DrainPace.parse("1000"), 3, lambda fact: None, lambda text: None)  # type: ignore[arg-type]
     drainer.start()
     drainer.finish()
-    assert drainer.wait(Phase.FINISHED, 60)
+    assert drainer.wait(DrainPhase.FINISHED, 60)
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
     journal.close()
     assert [name for name in names if name not in ring.held()] == leaving[:1]
 
@@ -373,9 +373,9 @@ def test_where_nothing_may_be_deleted_the_record_is_kept_all_the_same_and_it_is_
     drainer = Drainer(paths, ring, DrainPace.parse("1000"), 3, lambda fact: None, told.append)  # type: ignore[arg-type]
     drainer.start()
     drainer.finish()
-    assert drainer.wait(Phase.FINISHED, 60)
+    assert drainer.wait(DrainPhase.FINISHED, 60)
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
     assert ring.kept
     assert ["403 Forbidden" in line for line in told] == [True]
     assert drainer.trouble is not None
@@ -419,9 +419,9 @@ def test_a_ring_that_takes_checkpoints_and_removes_none_is_not_told_to_work_agai
     assert drainer.trouble is not None
     ring.forbidden = False
     drainer.finish()
-    assert drainer.wait(Phase.FINISHED, 60)
+    assert drainer.wait(DrainPhase.FINISHED, 60)
     drainer.close()
-    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.wait(DrainPhase.CLOSED, 60)
     journal.close()
     assert told[1:] == ["the durable ring away:// works again"]
     assert len(ring.held()) == 3

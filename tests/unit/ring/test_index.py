@@ -7,7 +7,7 @@ import pytest
 
 from rollback.ring.url import index as index_module
 from rollback.ring.url.index import PIECE, describe, first_index, next_index, read_indexes, record_paths
-from rollback.ring.url.record import download, read_kept, upload
+from rollback.ring.url.record import download, read_record_file, upload
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import RunPaths
 
@@ -44,7 +44,7 @@ def test_metrics_whose_end_a_power_loss_took_are_at_the_url_as_they_went_on(tmp_
     with paths.metrics.open("ab") as metrics:
         metrics.write((b"y" * 700 + b"\n") * 200)
     (kept,) = upload(store, paths, index)
-    assert read_kept(store, kept, 4 * PIECE) == paths.metrics.read_bytes()
+    assert read_record_file(store, kept, 4 * PIECE) == paths.metrics.read_bytes()
 
 
 def test_a_file_of_several_pieces_that_was_fetched_is_there_by_its_name_after_a_power_loss(

@@ -133,7 +133,7 @@ def test_copying_comes_to_an_end(now: Situation, pace: DrainPace, clock: float) 
         name = next_to_drain(now, pace, clock)
         if name is None:
             break
-        drained = tuple(sorted({*now.drained, name}, key=lambda held: CheckpointName(held).order))
+        drained = tuple(sorted({*now.drained, name}, key=lambda held: CheckpointName(held).sort_key))
         now = Situation(now.history, drained, now.pinned, now.lost, LastCopy(clock, 1.0), now.ending)
     else:
         raise AssertionError("it goes on for ever")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.rundir.beacon import write_in_place
 from rollback.rundir.heartbeats import Heartbeat, HostBeats, read_all_heartbeats, read_heartbeats, write_heartbeat
+from rollback.rundir.host_records import write_in_place
 from rollback.rundir.metrics.metric_lines import Metric, metric_line, read_last_metrics
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.skip_records import SkippedBatch, read_skipped

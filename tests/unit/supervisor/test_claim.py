@@ -18,7 +18,7 @@ from rollback.rundir import lock, seal
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
+from rollback.supervisor.claim import Claim, claim_or_private, read_past
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
@@ -258,7 +258,7 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path, others: list[str], name
 
 
 def test_a_directory_that_can_be_used_is_held(tmp_path: Path) -> None:
-    paths, claim, error = claim_or_stand_in(RunPaths(tmp_path / "run"), tmp_path / "stand-in", insist=False)
+    paths, claim, error = claim_or_private(RunPaths(tmp_path / "run"), tmp_path / "stand-in", insist=False)
     assert (paths.root, error) == (tmp_path / "run", None)
     with pytest.raises(RunInUse):
         Claim(paths)
@@ -269,7 +269,7 @@ def test_another_one_stands_in_for_a_directory_that_cannot_be_used_and_the_error
     broken = RunPaths(tmp_path / "run")
     holds_other_files(broken)
     before = tree(broken.root)
-    paths, claim, error = claim_or_stand_in(broken, tmp_path / "stand-in", insist=False)
+    paths, claim, error = claim_or_private(broken, tmp_path / "stand-in", insist=False)
     assert paths.root == tmp_path / "stand-in"
     assert isinstance(error, RunDoesNotFit)
     assert paths.holder.exists()
@@ -285,7 +285,7 @@ def test_nothing_stands_in_for_a_run_or_where_the_directory_itself_is_asked_for(
     else:
         has_a_damaged_journal(broken)
     with pytest.raises(RollbackError):
-        claim_or_stand_in(broken, tmp_path / "stand-in", insist=insist)
+        claim_or_private(broken, tmp_path / "stand-in", insist=insist)
     assert not (tmp_path / "stand-in").exists()
 
 

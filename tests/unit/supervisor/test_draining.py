@@ -10,7 +10,7 @@ import pytest
 
 from rollback.errors import RunDoesNotFit
 from rollback.facts.training import Drained
-from rollback.ring.drainer import Phase
+from rollback.ring.drainer import DrainPhase
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import draining
@@ -32,7 +32,7 @@ class Copying:
     def finish(self) -> None:
         pass
 
-    def wait(self, phase: Phase, seconds: float) -> bool:
+    def wait(self, phase: DrainPhase, seconds: float) -> bool:
         self.waited = seconds
         return self._done
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from waiting import wait_for
 
-from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
+from rollback.checkpoints.fast_tier import end_marks, last_locks, last_snapshot_result
 from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, StepEnd
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.facts.training import Finished, LastSnapshotMade
 from rollback.rundir.journal.journal import read_journal
@@ -55,7 +55,11 @@ def test_who_speaks_for_ranks_that_are_gone_is_waited_for(marks: EndMarkPaths) -
     """Torchrun's process, which would be ended next, may have the store by which the hosts agree."""
     marks.hosts.write_text("{}")
     with last_locks.busy(marks):
-        assert ask(lambda: last_account.write_account(marks, LastAccount(attempt=1, rank=0, reason="rank 0 is gone")))
+        assert ask(
+            lambda: last_snapshot_result.write_result(
+                marks, LastSnapshotResult(attempt=1, rank=0, reason="rank 0 is gone")
+            )
+        )
 
 
 @pytest.mark.parametrize("hosts", [True, False])
@@ -82,7 +86,7 @@ def test_a_host_whose_ranks_live_and_do_not_answer_has_not_spoken(marks: EndMark
     hears = os.open(marks.bell(0), os.O_RDONLY | os.O_NONBLOCK)
     assert has_spoken((), within=0.05) != others_wait
     assert has_spoken((0,)) != others_wait
-    last_account.write_account(marks, LastAccount(attempt=1, rank=0, reason="rank 1 is gone"))
+    last_snapshot_result.write_result(marks, LastSnapshotResult(attempt=1, rank=0, reason="rank 1 is gone"))
     assert has_spoken(())
     os.close(hears)
 
@@ -113,8 +117,8 @@ def test_how_far_ranks_had_come_is_counted_since_their_last_rollback(marks: EndM
     mark = EndMark(marks, 1)
     mark.write(StepEnd(1, 0, 18, 18, 0, 0), b"before")
     mark.write(StepEnd(1, 1, 3, 3, 0, 1), b"behind")
-    last_account.write_account(marks, LastAccount(attempt=1, rank=1, reason="rank 0 is gone"))
-    kept = last_snapshot.kept_on_host(RunPaths(Path("run")))
+    last_snapshot_result.write_result(marks, LastSnapshotResult(attempt=1, rank=1, reason="rank 0 is gone"))
+    kept = last_snapshot.last_snapshot_on_host(RunPaths(Path("run")))
     mark.close()
     assert kept is not None
     assert kept.furthest == 3
@@ -125,14 +129,14 @@ def test_of_a_complete_run_no_last_snapshot_is_missed(tmp_path: Path) -> None:
     said: list[str] = []
     own_journal = SupervisorJournal(RunPaths(tmp_path), said.append)
     missed = LastSnapshotMade(reason="another rank is about to end", checkpoint=None, step=None, steps_lost=0)
-    last_snapshot.note_kept(missed, 200, Finished(step=200, batch=200), own_journal, said.append)
+    last_snapshot.note_last_snapshot(missed, 200, Finished(step=200, batch=200), own_journal, said.append)
     assert said == []
     for told, finished in (
         (missed, None),
         (missed.model_copy(update={"steps_lost": 3}), Finished(step=200, batch=200)),  # of a pass behind that one
         (missed.model_copy(update={"checkpoint": "c000001-s00000203", "step": 203}), Finished(step=200, batch=200)),
     ):
-        last_snapshot.note_kept(told, told.step, finished, own_journal, said.append)
+        last_snapshot.note_last_snapshot(told, told.step, finished, own_journal, said.append)
         assert said.pop() == told.in_words()
 
 
@@ -144,6 +148,6 @@ def test_a_last_snapshot_is_not_told_of_where_the_ranks_have_saved_more_behind_i
     own_journal.open()
     last = LastSnapshotMade(reason="the attempt is ended", checkpoint="c000001-s00000058", step=58, steps_lost=0)
     for newest in (61, 58):
-        last_snapshot.note_kept(last, newest, None, own_journal, said.append)
+        last_snapshot.note_last_snapshot(last, newest, None, own_journal, said.append)
     assert said == [last.in_words()]
     assert len(read_journal(paths.supervisor_journal).records) == 2

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, JournalDamaged, Refused, ScriptRefused
+from rollback.errors import ExitCode, JournalDamaged, RefusalKind, ScriptRefused
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -39,10 +39,10 @@ from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, a
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
 from rollback.supervisor.diagnosis.first_cause import FirstCause
 from rollback.supervisor.diagnosis.outcome import (
+    AttemptEnding,
     AttemptEvidence,
-    Ending,
     Failures,
-    Left,
+    HostOutcome,
     RankFailure,
     Refusal,
     ending,
@@ -73,10 +73,10 @@ def evidence(
     attached: bool = True,
     unsaved: bool = False,
     step: int | None = None,
-    kept: int | None = None,
+    checkpoint_step: int | None = None,
 ) -> AttemptEvidence:
     return AttemptEvidence(
-        left=Left(status=status, refusal=refusal, failures=failures),
+        left=HostOutcome(status=status, refusal=refusal, failures=failures),
         told_to_stop=told,
         attached=attached,
         finished=Finished(step=9, batch=9, checkpoint="c000001-s00000009") if finished else None,
@@ -84,7 +84,7 @@ def evidence(
         stopped=stopped,
         step=step,
         save_failed=UNSAVED if unsaved else None,
-        kept=kept,
+        checkpoint_step=checkpoint_step,
     )
 
 
@@ -130,7 +130,7 @@ def test_how_to_go_on_at_another_url_is_said_only_of_an_end_that_is_about_the_ri
 
 def test_the_end_of_the_stderr_is_that_of_the_rank_with_which_it_began(tmp_path: Path) -> None:
     paths, said = RunPaths(tmp_path), list[str]()
-    output = SimpleNamespace(last_words="the end of rank {}".format, tell_consequence=lambda: None)
+    output = SimpleNamespace(stderr_tail="the end of rank {}".format, tell_consequence=lambda: None)
     order, own_journal = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
     host: Any = SimpleNamespace(output=output)
     attempts = Attempts(order, said.append, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
@@ -146,11 +146,11 @@ def attached_at(step: int) -> Attached:
 
 
 def test_where_the_next_start_goes_on_is_told_only_where_no_host_s_part_is_lost_and_steps_are() -> None:
-    behind = evidence(step=84, kept=75, told=True)
+    behind = evidence(step=84, checkpoint_step=75, told=True)
     assert behind.goes_on_at == 75
-    assert replace(behind, left=Left(status=0, lost_nodes=("node-1",))).goes_on_at is None
-    assert replace(behind, kept=84).goes_on_at is None
-    assert evidence(step=84, kept=75, finished=True).goes_on_at is None
+    assert replace(behind, left=HostOutcome(status=0, lost_nodes=("node-1",))).goes_on_at is None
+    assert replace(behind, checkpoint_step=84).goes_on_at is None
+    assert evidence(step=84, checkpoint_step=75, finished=True).goes_on_at is None
 
 
 class TestEnding:
@@ -173,7 +173,7 @@ class TestEnding:
         assert ending(evidence(stopped=PREEMPTED, told=True, unsaved=True)) == "resumable"
 
     @pytest.mark.parametrize(
-        ("step", "kept", "expected"),
+        ("step", "checkpoint_step", "expected"),
         [
             (None, None, "resumable"),
             (0, None, "resumable"),
@@ -183,9 +183,9 @@ class TestEnding:
         ],
     )
     def test_ranks_that_did_not_get_to_save_are_resumable_if_something_is_there_or_nothing_is_lost(
-        self, step: int | None, kept: int | None, expected: str
+        self, step: int | None, checkpoint_step: int | None, expected: str
     ) -> None:
-        assert ending(evidence(told=True, status=-9, step=step, kept=kept)) == expected
+        assert ending(evidence(told=True, status=-9, step=step, checkpoint_step=checkpoint_step)) == expected
 
     @pytest.mark.parametrize(
         ("stopped", "told", "status", "expected"),
@@ -212,7 +212,7 @@ class TestEnding:
         [(True, 0, "ended"), (True, 1, "ended"), (False, 0, "done"), (False, 1, "failed"), (False, -9, "failed")],
     )
     def test_a_script_without_a_guard_is_never_resumable(self, told: bool, status: int, expected: str) -> None:
-        without = replace(evidence(told=told, attached=False), left=Left(status=status, guarded=False))
+        without = replace(evidence(told=told, attached=False), left=HostOutcome(status=status, guarded=False))
         assert ending(without) == expected
 
     @pytest.mark.parametrize("told", [False, True])
@@ -228,7 +228,7 @@ class TestEnding:
         """Also where it was full when the ranks attached, so that the journal does not even have that."""
         unrecorded = replace(evidence(told=told, attached=attached), unrecorded="no space left")
         assert ending(unrecorded) == "unkept"
-        assert ending(replace(unrecorded, left=Left(status=1), told_to_stop=False)) == "failed"
+        assert ending(replace(unrecorded, left=HostOutcome(status=1), told_to_stop=False)) == "failed"
 
     @given(st.sampled_from([None, PREEMPTED, STRUCTURAL]), st.booleans(), st.sampled_from([0, 1, -9]))
     def test_a_refusal_comes_first(self, stopped: Stopped | None, told: bool, status: int) -> None:
@@ -240,7 +240,7 @@ class TestEnding:
         [("script", 0, True), ("command", 99, True), ("script", 100, False), ("data", 0, False)],
     )
     def test_a_script_may_be_started_without_protection_while_there_is_not_much_to_lose(
-        self, refuses: Refused, reached: int, of_script: bool
+        self, refuses: RefusalKind, reached: int, of_script: bool
     ) -> None:
         error = Refusal(exit_code=2, message="two loaders", hint="one", refuses=refuses).as_error(reached)
         assert isinstance(error, ScriptRefused) == of_script
@@ -260,15 +260,15 @@ class TestEnding:
             "the script failed behind its training: X. .* final state .* is kept: .*",
         ),
         ("failed", evidence(finished=True), "not there", ".* final state c000001-s00000009 is not there"),
-        ("resumable", evidence(stopped=PREEMPTED, step=84, kept=75), None, "saved"),
-        ("resumable", evidence(step=84, kept=75), None, "goes on at step 75 of at least 84: X"),
-        ("resumable", evidence(step=84, kept=84), None, "X"),
+        ("resumable", evidence(stopped=PREEMPTED, step=84, checkpoint_step=75), None, "saved"),
+        ("resumable", evidence(step=84, checkpoint_step=75), None, "goes on at step 75 of at least 84: X"),
+        ("resumable", evidence(step=84, checkpoint_step=84), None, "X"),
         ("ended", evidence(stopped=PREEMPTED), None, "saved; no checkpoints are taken, so there is none to go on from"),
         ("ended", evidence(step=5), None, "told to stop; X; there is no checkpoint to go on from"),
     ],
 )
 def test_the_reason_of_an_end_is_what_the_ranks_said_or_how_the_attempt_ended(
-    end: Ending, given: AttemptEvidence, lacking: str | None, reason: str
+    end: AttemptEnding, given: AttemptEvidence, lacking: str | None, reason: str
 ) -> None:
     assert re.fullmatch(reason, reason_of(end, given, lacking, "X"))
 

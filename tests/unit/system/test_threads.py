@@ -11,9 +11,9 @@ import pytest
 from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.instructions import MeetingPoint
-from rollback.ring.helper import Helper
-from rollback.ring.hosts import HostPart
-from rollback.rundir.beacon import Beacon, SharedDirectory
+from rollback.ring.copy_requests import CopyReport
+from rollback.ring.shard_copier import ShardCopier
+from rollback.rundir.host_records import RecordPublisher, SharedDirectory
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.nodes import store
@@ -35,19 +35,19 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
-def beacon(folder: Path) -> None:
-    Beacon(SharedDirectory(folder / "nodes"), "part-host.json", HostPart(order="one"), print)
+def publisher(folder: Path) -> None:
+    RecordPublisher(SharedDirectory(folder / "nodes"), "part-host.json", CopyReport(order="one"), print)
 
 
 @pytest.mark.parametrize(
     "begin",
     [
-        beacon,
-        lambda folder: Helper(RunPaths(folder), "host", print).start(),
+        publisher,
+        lambda folder: ShardCopier(RunPaths(folder), "host", print).start(),
         lambda folder: FetchAhead(RunPaths(folder), f"file://{folder}/ring", print),
         lambda folder: Buddy(RunPaths(folder), folder, "node-0", "127.0.0.1", print),
     ],
-    ids=["beacon", "helper", "fetch-ahead", "buddy"],
+    ids=["publisher", "copier", "fetch-ahead", "buddy"],
 )
 @pytest.mark.usefixtures("crowded")
 def test_the_error_is_for_the_reader_and_nothing_is_left(begin: Callable[[Path], object], tmp_path: Path) -> None:
@@ -58,9 +58,12 @@ def test_the_error_is_for_the_reader_and_nothing_is_left(begin: Callable[[Path],
 
 @pytest.mark.usefixtures("crowded")
 def test_a_store_that_nobody_could_listen_to_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store.subprocess, "Popen", lambda *_, **__: None)
+    asked: list[str] = []
+    process = SimpleNamespace(kill=lambda: asked.append("kill"), wait=lambda: asked.append("wait"))
+    monkeypatch.setattr(store.subprocess, "Popen", lambda *_, **__: process)
     with pytest.raises(OSError, match=TOLD):
         StoreTransport(MeetingPoint(host="127.0.0.1", port=1, is_host=True, keys=""))
+    assert asked == ["kill", "wait"]
 
 
 @pytest.mark.usefixtures("crowded")

@@ -390,11 +390,11 @@ def test_a_slot_that_was_reused_since_it_was_located_is_not_taken_for_what_it_he
     assert tier is not None
     fill(tier, 0, 1, 5)
     (place,) = tiers.locate(paths)
-    with tiers.held(place):
+    with tiers.hold_slot(place):
         assert not slots.uncommit(tier, 0)
     slots.uncommit(tier, 0)
     fill(tier, 0, 2, 6)
-    with pytest.raises(CheckpointDamaged, match="holds c000002"), tiers.held(place):
+    with pytest.raises(CheckpointDamaged, match="holds c000002"), tiers.hold_slot(place):
         pass
 
 

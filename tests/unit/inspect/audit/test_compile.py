@@ -52,7 +52,7 @@ from rollback.facts.training import (
 )
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import RunContents, read_run_contents
-from rollback.inspect.audit.quarantine import read_sample_account
+from rollback.inspect.audit.quarantine import read_sample_report
 from rollback.inspect.audit.report import AuditReport, Run
 from rollback.inspect.audit.samples import read_samples
 from rollback.inspect.audit.text import indices_in_words, print_audit
@@ -784,7 +784,7 @@ def test_what_is_missing_or_no_run_directory_is_a_clear_error(tmp_path: Path) ->
         assert caught.value.hint
 
 
-@pytest.mark.parametrize("read", [read_run_contents, read_sample_account, read_samples, read_listing, check_integrity])
+@pytest.mark.parametrize("read", [read_run_contents, read_sample_report, read_samples, read_listing, check_integrity])
 def test_a_run_of_another_format_is_refused(run: RecordedRun, read: Callable[[Path], object]) -> None:
     body = json.loads(run.paths.identity.read_text())
     run.paths.identity.write_text(json.dumps({**body, "format": 99}))

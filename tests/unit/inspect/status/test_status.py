@@ -21,7 +21,7 @@ from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.record.ending import NO_END
 from rollback.inspect.status import status as status_module
-from rollback.inspect.status.status import Status, StatusReader, read_status
+from rollback.inspect.status.status import RunStatus, StatusReader, read_status
 from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.journal import journal_index
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -62,7 +62,7 @@ def gone() -> int:
     return process.pid
 
 
-def status_of(run: RecordedRun) -> Status:
+def status_of(run: RecordedRun) -> RunStatus:
     return read_status(run.paths.root)
 
 

@@ -31,8 +31,8 @@ from rollback.inspect.record.cost import Death, deaths
 from rollback.inspect.record.ending import NO_END
 from rollback.inspect.status.status import read_status
 from rollback.inspect.why.stacks import groups, ranges
-from rollback.inspect.why.text import print_account
-from rollback.inspect.why.why import ProcessStacks, read_account
+from rollback.inspect.why.text import print_attempt_report
+from rollback.inspect.why.why import ProcessStacks, read_attempt_report
 from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
@@ -96,7 +96,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 
 def shown(run: RecordedRun, attempt: int | None = None) -> str:
     output = io.StringIO()
-    print_account(Console(file=output, width=200, highlight=False), read_account(run.paths.root, attempt))
+    print_attempt_report(Console(file=output, width=200, highlight=False), read_attempt_report(run.paths.root, attempt))
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
@@ -111,14 +111,14 @@ def test_of_a_rank_that_left_no_exception_the_end_of_its_stderr_is_shown(run: Re
     assert f"the end of {log}" in text
     assert "  lr is negative \\x1b[31m" in text
     assert text.count("a line") == 19
-    told = read_account(run.paths.root).last_words
+    told = read_attempt_report(run.paths.root).last_words
     assert told is not None
     assert len(told.text) == 8 << 10
 
 
 def test_a_supervisor_that_is_killed_after_the_end_of_an_epoch_has_left_a_failure(run: RecordedRun) -> None:
     run.tell(9, Finished(step=10, batch=20))
-    assert read_account(run.paths.root).cause == (
+    assert read_attempt_report(run.paths.root).cause == (
         "no end is on record: its supervisor was killed, its host went down, or its disk took no more"
     )
 
@@ -126,10 +126,10 @@ def test_a_supervisor_that_is_killed_after_the_end_of_an_epoch_has_left_a_failur
 def test_a_run_that_may_go_on_on_another_host_is_not_called_killed(run: RecordedRun) -> None:
     """As seen from another host that shares the disk."""
     hold(run.paths, alive=True, host="somewhere.else")
-    assert read_account(run.paths.root).attempt is None
+    assert read_attempt_report(run.paths.root).attempt is None
     assert "no failure is on record; whether the run goes on, on another host, cannot be seen from here" in shown(run)
     write_failure(run.paths.failure(1, 1), failure(1, 2.0, "RuntimeError", "bad"))
-    assert read_account(run.paths.root).cause == "rank 1 raised RuntimeError (no supervisor was there to judge)"
+    assert read_attempt_report(run.paths.root).cause == "rank 1 raised RuntimeError (no supervisor was there to judge)"
 
 
 def test_a_supervisor_that_is_killed_has_left_a_failure_also_where_its_ranks_saved(
@@ -137,14 +137,14 @@ def test_a_supervisor_that_is_killed_has_left_a_failure_also_where_its_ranks_sav
 ) -> None:
     run = stopped_by_themselves(tmp_path / "saved", monkeypatch)
     hold(run.paths, alive=True)
-    assert read_account(run.paths.root).attempt is None, "it is alive"
+    assert read_attempt_report(run.paths.root).attempt is None, "it is alive"
     hold(run.paths, alive=False)
-    account = read_account(run.paths.root)
+    account = read_attempt_report(run.paths.root)
     assert (account.attempt, account.cause) == (1, NO_END)
     assert "then       the same command goes on" in shown(run)
     run.tell(60, AttemptStarted(command=("torchrun",), host="node1", pid=2), 2)
     hold(run.paths, alive=True)
-    assert read_account(run.paths.root).cause == NO_END, "the next attempt began"
+    assert read_attempt_report(run.paths.root).cause == NO_END, "the next attempt began"
 
 
 def test_a_log_that_is_no_file_of_ours_is_left_alone(run: RecordedRun, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_log_that_is_no_file_of_ours_is_left_alone(run: RecordedRun, tmp_path:
     log.parent.mkdir(parents=True)
     (tmp_path / "secret").write_text("a secret")
     log.symlink_to(tmp_path / "secret")
-    assert read_account(run.paths.root).last_words is None
+    assert read_attempt_report(run.paths.root).last_words is None
 
 
 def test_of_a_run_of_which_no_attempt_failed_it_says_how_it_ended(run: RecordedRun) -> None:
@@ -163,7 +163,7 @@ def test_of_a_run_of_which_no_attempt_failed_it_says_how_it_ended(run: RecordedR
     assert "no attempt of this run has failed" in shown(run)
     assert "signals    SIGUSR1" in shown(run)
     assert "then       the run was ended with exit code 75: told to stop" in shown(run)
-    assert read_account(run.paths.root).attempt is None
+    assert read_attempt_report(run.paths.root).attempt is None
 
 
 def test_of_a_launch_that_was_killed_before_its_ranks_began_it_is_not_said_that_nothing_failed(
@@ -173,7 +173,7 @@ def test_of_a_launch_that_was_killed_before_its_ranks_began_it_is_not_said_that_
     paths.train_journal.parent.mkdir(parents=True)
     hold(paths, alive=False)
     printed = io.StringIO()
-    print_account(Console(file=printed, width=200), read_account(paths.root))
+    print_attempt_report(Console(file=printed, width=200), read_attempt_report(paths.root))
     assert "why        it is gone without a word" in printed.getvalue()
     assert "then       the same command goes on" in printed.getvalue()
 
@@ -186,7 +186,7 @@ def test_processes_of_all_nodes_are_shown(run: RecordedRun) -> None:
             why_none="it did not answer",
         )  # fmt: skip
         write_processes(run.paths.processes(1, node), [seen])
-    assert [item.rank for item in read_account(run.paths.root).processes] == [0, 2]
+    assert [item.rank for item in read_attempt_report(run.paths.root).processes] == [0, 2]
 
 
 def failure(rank: int, seconds: float, error: str, message: str) -> FailureRecord:
@@ -201,7 +201,7 @@ def test_without_a_supervisors_word_the_rank_to_name_is_not_the_one_that_noticed
     records = [failure(0, 1.0, "RuntimeError", "Connection closed by peer"), failure(1, 2.0, "ValueError", "bad")]
     for record in records:
         write_failure(run.paths.failure(1, record.rank), record)
-    account = read_account(run.paths.root)
+    account = read_attempt_report(run.paths.root)
     assert account.cause == "rank 1 raised ValueError (no supervisor was there to judge)"
     assert [record.rank for record in account.failures] == [1, 0]
 
@@ -223,7 +223,7 @@ def test_what_a_run_has_accepted_and_could_not_keep_is_told_by_why_and_audit(
         "checkpoint c000001-s00000020 was fetched from s3://b/run in 1.50 s",
         "all ranks had done their work 20 s ago, and some have not ended (1): ending them",
     ]
-    assert read_account(run.paths.root).remarks == remarks
+    assert read_attempt_report(run.paths.root).remarks == remarks
     assert re.search("also +no last snapshots: the model is sharded", shown(run))
     audit = compile_audit(read_run_contents(run.paths.root))
     assert audit.attempts[0].remarks == remarks
@@ -318,8 +318,10 @@ def test_where_a_state_was_kept_its_account_tells_what_is_lost_to_the_step(run: 
     for rank, step in ((0, 77), (1, 65)):
         beat = Heartbeat(pid=7, host="h", attempt=1, step=step, batch=step, doing="training", monotonic=1.0)
         write_heartbeat(run.paths.heartbeat(rank), beat)
-    assert [stood.rank for stood in read_account(run.paths.root, 1).ranks] == [0], "rank 1 had come to step 77, too"
-    assert read_account(run.paths.root).death is None
+    assert [stood.rank for stood in read_attempt_report(run.paths.root, 1).ranks] == [0], (
+        "rank 1 had come to step 77, too"
+    )
+    assert read_attempt_report(run.paths.root).death is None
     totals = compile_audit(read_run_contents(run.paths.root)).totals
     assert (totals.steps_lost, totals.steps_lost_at_least) == (0, False)
     run.tell(7, AttemptEnded(status=1, cause="rank 1 was killed", step=99, seconds=9.0, why="signal", rank=1), 2)

@@ -33,7 +33,7 @@ from rollback.rundir.paths import RunPaths, shard_name
 from rollback.supervisor.buddy import bring_back, sender, server, wire
 from rollback.supervisor.buddy.bring_back import is_needed
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.buddy.wire import Answer, Buddies, BuddyConnection, BuddyRequest, Parcel, Refused, connect
+from rollback.supervisor.buddy.wire import Answer, Buddies, BuddyConnection, BuddyRefused, BuddyRequest, Parcel, connect
 
 SECRET = secrets.token_hex()
 IDENTITY = new_identity(JobIdentity(world_size=RANKS, model=[], optimizer={}, objects=[], data={}))
@@ -285,7 +285,7 @@ def test_a_checkpoint_is_needed_unless_it_or_one_that_is_wanted_more_is_here(
     here: tuple[str, ...], needed: bool
 ) -> None:
     assert is_needed("c2", ("c3", "c2", "c1"), here) == needed
-    with pytest.raises(Refused, match="nobody wants"):
+    with pytest.raises(BuddyRefused, match="nobody wants"):
         is_needed("c9", ("c3", "c2", "c1"), here)
 
 
@@ -555,7 +555,7 @@ def test_who_does_not_know_the_secret_is_not_answered(make: Make) -> None:
     assert ask(host, wanted) == Answer()
     with pytest.raises(OSError, match=GONE):
         ask(host, wanted, secret="0" * 64)
-    with pytest.raises(Refused, match="no memory of that run"):
+    with pytest.raises(BuddyRefused, match="no memory of that run"):
         ask(host, wanted.model_copy(update={"run": "0" * 32}))
     host.buddy.rest()
     with pytest.raises(OSError, match=GONE):
@@ -626,7 +626,7 @@ def test_what_does_not_come_as_it_was_said_is_not_kept(
     host.buddy.get_ready(of(other, host))
     told, body, shard = parcel_of(other)
     request = BuddyRequest(run=IDENTITY.run_id, seat=0, keep=Parcel.model_validate(told))
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(BuddyRefused, match=reason):
         ask(host, request, *(part for part in spoil(body, shard) if part))
     assert host.has_copy_of(0) is None
     wait_for(lambda: not host.arriving)
@@ -647,7 +647,7 @@ def test_a_parcel_that_makes_no_sense_is_refused_and_leaves_nothing_behind(make:
     host.buddy.get_ready(of(other, host))
     told, body, _ = parcel_of(other)
     request = json.dumps({"run": IDENTITY.run_id, "seat": 0, "keep": {**told, **wrong}}).encode()
-    with pytest.raises(Refused):
+    with pytest.raises(BuddyRefused):
         ask_as_it_is(host, request + body, size=len(request))
     assert not host.arriving
     assert host.has_copy_of(0) is None
@@ -657,7 +657,7 @@ def test_a_parcel_that_makes_no_sense_is_refused_and_leaves_nothing_behind(make:
 def test_a_message_that_is_none_is_refused(make: Make, message: bytes, size: int) -> None:
     host = make("host", 1)
     host.buddy.get_ready(of(host, host))
-    with pytest.raises(Refused):
+    with pytest.raises(BuddyRefused):
         ask_as_it_is(host, message, size=size)
 
 
@@ -718,7 +718,7 @@ def test_a_connection_passes_files_of_many_pieces(tmp_path: Path, monkeypatch: p
         here, there = BuddyConnection(one, lambda: False), BuddyConnection(other, lambda: False)
         here.send_file(tmp_path / "file", len(data), pieces.append)
         assert there.receive(len(data)) == data
-        with pytest.raises(Refused, match="shorter than its manifest says"):
+        with pytest.raises(BuddyRefused, match="shorter than its manifest says"):
             here.send_file(tmp_path / "file", len(data) + 1, lambda count: None)
     assert sum(pieces) == len(data)
     assert max(pieces) <= 1000

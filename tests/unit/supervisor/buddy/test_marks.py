@@ -15,10 +15,10 @@ from test_buddy import IDENTITY, HostHere, Make, begin, make, of
 from waiting import wait_for
 
 from checkpoints import manifest_of
-from rollback.checkpoints.fast_tier import buddy_copies, end_marks, last_account, last_locks, mark_copies, slots
+from rollback.checkpoints.fast_tier import buddy_copies, end_marks, last_locks, last_snapshot_result, mark_copies, slots
 from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, Hold, StepEnd
-from rollback.checkpoints.fast_tier.last_account import LastAccount
-from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, FedMarks, MarkPiece, NewsOfMarks
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
+from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, LiveMarkCopies, MarkPiece, NewsOfMarks
 from rollback.rundir import seal
 from rollback.rundir.paths import shard_name
 from rollback.supervisor.buddy import sender, server, wire
@@ -89,14 +89,14 @@ def test_marks_are_on_another_host_as_they_are_on_their_own(both: tuple[HostHere
 
 def test_a_host_is_heard_until_its_attempt_is_over_and_its_clock_is_known(both: tuple[HostHere, HostHere]) -> None:
     first, second = both
-    assert not copied(second).is_fed()
+    assert not copied(second).is_live()
     before = time.monotonic_ns()
     Ranks(first, 0).end(1)
     begin(first, second)
     wait_for(lambda: ends(second, 0) == [1])
-    assert copied(second).is_fed()
+    assert copied(second).is_live()
     first.buddy.rest()
-    wait_for(lambda: not copied(second).is_fed())
+    wait_for(lambda: not copied(second).is_live())
     alive = copied(second).last_alive()
     assert before < alive < time.monotonic_ns()
     assert copied(second).last_alive() == alive, "no longer than it was heard"
@@ -125,7 +125,7 @@ def test_a_host_that_is_silent_counts_as_gone_though_its_connection_stays(
         connection.say(BuddyRequest(run=IDENTITY.run_id, seat=0, marks=MarksHere(ranks=(0,), hosts="{}")))
         connection.answer()
         connection.send_mark(MarkPiece(0, 0, b""))
-        wait_for(lambda: not copied(second).is_fed())
+        wait_for(lambda: not copied(second).is_live())
 
 
 def test_a_new_attempt_s_marks_take_the_place_of_those_before(both: tuple[HostHere, HostHere]) -> None:
@@ -156,18 +156,18 @@ def test_a_connection_that_is_made_anew_leaves_what_was_told(both: tuple[HostHer
     begin(first, second)
     wait_for(lambda: ends(second, 0) == [1])
     first.buddy.rest()
-    wait_for(lambda: not copied(second).is_fed())
-    FedMarks(second.tier, 0, [0], b'{"keys": "first"}').close()
+    wait_for(lambda: not copied(second).is_live())
+    LiveMarkCopies(second.tier, 0, [0], b'{"keys": "first"}').close()
     assert ends(second, 0) == [1]
     assert copied(second).last_alive() > 1 << 61, "not heard yet: nothing that was told early holds"
-    FedMarks(second.tier, 0, [0], b"{}").close()
+    LiveMarkCopies(second.tier, 0, [0], b"{}").close()
     assert ends(second, 0) == [], "of another attempt"
 
 
 def test_marks_of_a_seat_that_is_no_neighbour_any_more_are_given_up(both: tuple[HostHere, HostHere]) -> None:
     _, second = both
     for seat in (3, 4):
-        with_seat = FedMarks(second.tier, seat, [8], b"{}")
+        with_seat = LiveMarkCopies(second.tier, seat, [8], b"{}")
         with_seat.close()
     assert [each.slots.root.name for each in mark_copies.all_copied(second.tier)] == ["marks-00004"]
 
@@ -178,22 +178,22 @@ def test_while_somebody_speaks_by_the_copies_none_arrive(both: tuple[HostHere, H
     begin(first, second)
     wait_for(lambda: ends(second, 0) == [1])
     first.buddy.rest()
-    wait_for(lambda: not copied(second).is_fed())
+    wait_for(lambda: not copied(second).is_live())
     with last_locks.alone(copied(second).marks, time.monotonic()):
         Ranks(first, 0, hosts="{}").end(9)
         with pytest.raises(TimeoutError):
-            FedMarks(second.tier, 0, [0], b"{}")
+            LiveMarkCopies(second.tier, 0, [0], b"{}")
         assert ends(second, 0) == [1]
     begin(first, second)
     wait_for(lambda: ends(second, 0) == [9])
 
 
 def test_one_connection_at_a_time_tells_of_a_seat(both: tuple[HostHere, HostHere]) -> None:
-    fed = FedMarks(both[1].tier, 0, [0], b"{}")
+    fed = LiveMarkCopies(both[1].tier, 0, [0], b"{}")
     with pytest.raises(BlockingIOError):
-        FedMarks(both[1].tier, 0, [0], b"{}")
+        LiveMarkCopies(both[1].tier, 0, [0], b"{}")
     fed.close()
-    FedMarks(both[1].tier, 0, [0], b"{}").close()
+    LiveMarkCopies(both[1].tier, 0, [0], b"{}").close()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_what_is_no_part_of_a_mark_is_refused(both: tuple[HostHere, HostHere], p
         connection.answer()
         connection.send_mark(piece)
         assert "no part of a mark" in str(connection.hear(wire.Answer).fault)
-    wait_for(lambda: not copied(second).is_fed())
+    wait_for(lambda: not copied(second).is_live())
     assert copied(second).marks.mark(0).stat().st_size == end_marks.SIZE
     assert not copied(second).marks.mark(1).exists()
 
@@ -234,7 +234,7 @@ def test_a_buddy_that_cannot_be_told_is_named_once(
         failing.set()
         raise OSError("no room for it")
 
-    monkeypatch.setattr(server, "FedMarks", refuse)
+    monkeypatch.setattr(server, "LiveMarkCopies", refuse)
     Ranks(first, 0).end(1)
     begin(first, second)
     wait_for(lambda: first.said)
@@ -343,7 +343,9 @@ def test_copies_of_marks_go_with_the_others(both: tuple[HostHere, HostHere], how
     Ranks(first, 0).end(1)
     begin(first, second)
     wait_for(lambda: ends(second, 0) == [1])
-    last_account.write_account(copied(second).marks, LastAccount(attempt=1, rank=0, reason="a rank is gone"))
+    last_snapshot_result.write_result(
+        copied(second).marks, LastSnapshotResult(attempt=1, rank=0, reason="a rank is gone")
+    )
     keep_part(second, 3)
     first.buddy.rest()
     second.buddy.rest()
@@ -355,13 +357,13 @@ def test_copies_of_marks_go_with_the_others(both: tuple[HostHere, HostHere], how
 
 def test_a_lock_of_a_process_that_is_gone_is_no_sign_of_life(both: tuple[HostHere, HostHere]) -> None:
     _, second = both
-    FedMarks(second.tier, 0, [0], b"{}").close()
+    LiveMarkCopies(second.tier, 0, [0], b"{}").close()
     path = Path(copied(second).marks.root / "fed")
     if (pid := os.fork()) == 0:
         fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
         os._exit(0)
     os.waitpid(pid, 0)
-    assert not copied(second).is_fed()
+    assert not copied(second).is_live()
 
 
 def test_a_run_with_a_seal_sends_no_marks_and_takes_none(

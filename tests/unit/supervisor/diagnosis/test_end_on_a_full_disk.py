@@ -9,7 +9,7 @@ from rollback.rundir.heartbeats import Heartbeat
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, unrecorded_by
-from rollback.supervisor.diagnosis.outcome import Left, Unrecorded, ending, reason_of
+from rollback.supervisor.diagnosis.outcome import HostOutcome, Unrecorded, ending, reason_of
 
 FULL = Unrecorded(step=9, why="No space left on device")
 FINISHED = Finished(step=9, batch=9, checkpoint="c000001-s00000009")
@@ -42,7 +42,7 @@ def test_training_is_complete_also_where_the_journal_lacks_it(
     for fact in on_record:
         journal.append(fact)
     journal.close()
-    given = Left(status=0, unrecorded=FULL)
+    given = HostOutcome(status=0, unrecorded=FULL)
     evidence = gather(paths, TrainJournal(paths.train_journal), 1, left=given, told_to_stop=False)
     assert (ending(evidence), evidence.step) == (expected, 9)
     told = f"but the run directory could not take that ({paths.train_journal}: {FULL.why})"

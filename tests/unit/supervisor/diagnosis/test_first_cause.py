@@ -11,7 +11,7 @@ from rollback.facts.training import Finished, Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord, merely_noticed
 from rollback.rundir.heartbeats import Heartbeat
 from rollback.supervisor.diagnosis.first_cause import RankEnd, cause, first_cause, why_of
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, RankFailure, Refusal
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, HostOutcome, RankFailure, Refusal
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
 
@@ -21,7 +21,7 @@ def evidence(
 ) -> AttemptEvidence:
     failures = Failures(error=error, failures=()) if error else None
     return AttemptEvidence(
-        left=Left(status=status, failures=failures),
+        left=HostOutcome(status=status, failures=failures),
         told_to_stop=told,
         attached=True,
         stopped=None,
@@ -181,7 +181,7 @@ def test_the_earlier_of_two_is_known_also_where_torchrun_alone_saw_one(ends: lis
 )
 def test_a_node_that_was_lost_is_the_cause_whatever_its_peers_raised(nodes: tuple[str, ...], told: str) -> None:
     ends = [raised(1, "ValueError", "bad"), raised(0, "RuntimeError", GLOO), RankEnd(2)]
-    found = first_cause(replace(evidence(), left=Left(status=1, lost_nodes=nodes)), ends)
+    found = first_cause(replace(evidence(), left=HostOutcome(status=1, lost_nodes=nodes)), ends)
     assert found is not None
     assert (found.why, found.rank, found.followed, found.host) == ("node_lost", None, (0, 1), None)
     assert found.text == told
@@ -354,8 +354,8 @@ class TestInWords:
         beat = Heartbeat(pid=10, host="h", attempt=1, step=30, batch=31, doing="reading", monotonic=1.0)
         told = "rank 0 (pid 10) was killed by signal 9 (SIGKILL), last seen reading at step 30, batch 31"
         assert self.told(replace(died(0, -9), beat=beat)) == told
-        assert self.told(replace(died(0, -9), beat=beat, kept=30)) == told
-        stale = self.told(replace(died(0, -9), beat=beat, kept=42))
+        assert self.told(replace(died(0, -9), beat=beat, last_snapshot_step=30)) == told
+        stale = self.told(replace(died(0, -9), beat=beat, last_snapshot_step=42))
         assert stale == "rank 0 (pid 10) was killed by signal 9 (SIGKILL)", "it was at step 42 when it died"
 
     def test_a_signal_without_a_name_is_told_by_its_number(self) -> None:
@@ -412,13 +412,14 @@ class TestInWords:
 
     def test_what_the_ranks_refused_is_told_and_not_that_they_ended(self) -> None:
         refused = replace(
-            evidence(), left=Left(status=0, refusal=Refusal(exit_code=74, message="the journal cannot be opened"))
+            evidence(),
+            left=HostOutcome(status=0, refusal=Refusal(exit_code=74, message="the journal cannot be opened")),
         )
         assert cause(refused, first_cause(refused, [])) == "the ranks refused to go on: the journal cannot be opened"
 
     def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
         assert self.told(status=-9) == "torchrun was killed by signal 9 (SIGKILL)"
-        for_memory = replace(evidence(), left=Left(status=-9, oom_kills=1))
+        for_memory = replace(evidence(), left=HostOutcome(status=-9, oom_kills=1))
         told = "torchrun was killed by signal 9 (SIGKILL) (the kernel was out of memory)"
         assert cause(for_memory, first_cause(for_memory, [])) == told
         assert self.told(status=3) == "torchrun exited with status 3 and left no account"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.rundir.heartbeats import LEAVING, Heartbeat
-from rollback.supervisor.diagnosis.hang import AT_EXIT, FLOOR, SLOW_FLOOR, HangLimits, HangWatch, suspect
+from rollback.supervisor.diagnosis.hang import AT_EXIT, FLOOR, SLOW_FLOOR, HangDetector, HangLimits, suspect
 
 
 def beat(step: int, *, moved: float = 0.0, looked: float = 0.0, doing: str = "training", **more: int) -> Heartbeat:
@@ -17,7 +17,7 @@ class Job:
     """Two ranks whose heartbeats are looked at every second."""
 
     def __init__(self, limits: HangLimits) -> None:
-        self.watch = HangWatch(limits, began=0.0)
+        self.detector = HangDetector(limits, began=0.0)
         self.now = 0.0
         self.step = 0
         self.beats: dict[int, Heartbeat] = {}
@@ -33,7 +33,7 @@ class Job:
             self.moved = self.now if moving else self.moved
             for rank in (0, 1):
                 self.beats[rank] = beat(self.step, moved=self.moved, looked=self.now, doing=doing)
-            if (found := self.watch.look(self.now, self.beats)) is not None:
+            if (found := self.detector.look(self.now, self.beats)) is not None:
                 return found
         return None
 
@@ -53,7 +53,7 @@ def test_a_job_that_trains_and_then_stands_still_hangs_after_the_floor() -> None
 def test_long_steps_make_a_long_limit() -> None:
     job = Job(AUTO)
     assert job.go(600, steps=0.01) is None
-    assert job.watch.limit() == pytest.approx(1000, rel=0.02)
+    assert job.detector.limit() == pytest.approx(1000, rel=0.02)
 
 
 @pytest.mark.parametrize("doing", ["attaching", "saving", "rewinding", "ended"])
@@ -77,16 +77,16 @@ def test_an_evaluation_of_hours_is_no_hang_since_its_python_code_moves() -> None
 
 
 def test_one_rank_that_moves_is_what_the_others_wait_for() -> None:
-    watch = HangWatch(HangLimits(5.0), began=0.0)
+    detector = HangDetector(HangLimits(5.0), began=0.0)
     for now in range(100):
-        assert watch.look(now, {0: beat(3, moved=now, looked=now), 1: beat(3, looked=now)}) is None
+        assert detector.look(now, {0: beat(3, moved=now, looked=now), 1: beat(3, looked=now)}) is None
 
 
 def test_start_up_is_judged_only_where_the_user_sets_the_limit() -> None:
-    assert all(HangWatch(AUTO, began=0.0).look(now, {}) is None for now in range(0, 10**5, 4))
-    watch = HangWatch(HangLimits(10.0), began=0.0)
-    assert all(watch.look(now, {}) is None for now in range(10))
-    assert watch.look(10, {}) is not None
+    assert all(HangDetector(AUTO, began=0.0).look(now, {}) is None for now in range(0, 10**5, 4))
+    detector = HangDetector(HangLimits(10.0), began=0.0)
+    assert all(detector.look(now, {}) is None for now in range(10))
+    assert detector.look(10, {}) is not None
 
 
 def test_off_is_off() -> None:
@@ -123,27 +123,27 @@ def test_a_supervisor_that_was_stopped_itself_blames_nobody() -> None:
 
 
 def test_ranks_whose_threads_do_not_run_are_mute_unless_all_are() -> None:
-    watch = HangWatch(HangLimits(10.0), began=0.0)
+    detector = HangDetector(HangLimits(10.0), began=0.0)
     found = None
     for now in range(20):
-        found = found or watch.look(now, {0: beat(3, looked=now), 1: beat(3)})
+        found = found or detector.look(now, {0: beat(3, looked=now), 1: beat(3)})
     assert found is not None
     assert found.mute == {1}
-    watch = HangWatch(HangLimits(10.0), began=0.0)
+    detector = HangDetector(HangLimits(10.0), began=0.0)
     found = None
     for now in range(20):
-        found = found or watch.look(now, {0: beat(3), 1: beat(3)})
+        found = found or detector.look(now, {0: beat(3), 1: beat(3)})
     assert found is not None
     assert found.mute == frozenset()
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 4.0), st.booleans(), st.integers(0, 2)), min_size=1))
 def test_nothing_is_called_before_the_limit(looks: list[tuple[float, bool, int]]) -> None:
-    watch, now, moved, step = HangWatch(HangLimits(30.0), began=0.0), 0.0, 0.0, 0
+    detector, now, moved, step = HangDetector(HangLimits(30.0), began=0.0), 0.0, 0.0, 0
     for gap, moves, steps in looks:
         now, step = now + gap, step + steps
         moved = now if moves else moved
-        if watch.look(now, {0: beat(step, moved=moved, looked=now)}) is not None:
+        if detector.look(now, {0: beat(step, moved=moved, looked=now)}) is not None:
             assert now - moved >= 30.0
             return
 
@@ -186,11 +186,11 @@ def test_the_suspect(beats, states, raised, mute, rank, reason) -> None:  # type
 class TestStuckAtExit:
     def told(self, *doings: str, silent: float, beating: bool = False) -> float | None:
         """What is said of ranks that do that, of which nothing is heard for so long, but of the last if `beating`."""
-        watch = HangWatch(AUTO, began=0.0)
+        detector = HangDetector(AUTO, began=0.0)
         for now in range(int(silent) + 1):
             heard = [0.0] * (len(doings) - 1) + [float(now) if beating else 0.0]
-            watch.look(now, {rank: beat(9, looked=heard[rank], doing=doing) for rank, doing in enumerate(doings)})
-        return watch.stuck_at_exit(int(silent))
+            detector.look(now, {rank: beat(9, looked=heard[rank], doing=doing) for rank, doing in enumerate(doings)})
+        return detector.stuck_at_exit(int(silent))
 
     def test_ranks_that_have_all_left_python_and_are_silent_are_stuck(self) -> None:
         assert self.told(LEAVING, LEAVING, silent=AT_EXIT - 1) is None
@@ -205,13 +205,13 @@ class TestStuckAtExit:
 
 
 def test_what_a_disk_may_hold_back_ends_no_job_whose_ranks_compute() -> None:
-    watch = HangWatch(HangLimits(after=10), began=0.0)
+    detector = HangDetector(HangLimits(after=10), began=0.0)
     frozen = {rank: beat(5, moved=1.0, looked=1.0) for rank in (0, 1)}
-    assert all(watch.look(float(now), frozen, {0}) is None for now in range(1, 100)), "rank 0 is unknown"
-    found = next(silence for now in range(100, 200) if (silence := watch.look(float(now), frozen)))
+    assert all(detector.look(float(now), frozen, {0}) is None for now in range(1, 100)), "rank 0 is unknown"
+    found = next(silence for now in range(100, 200) if (silence := detector.look(float(now), frozen)))
     assert found.silent == 10, "nobody computes any more"
 
 
 def test_a_rank_that_looks_and_does_not_move_is_not_unknown_because_it_computes() -> None:
-    watch = HangWatch(HangLimits(after=10), began=0.0)
-    assert any(watch.look(float(now), {0: beat(5, moved=1.0, looked=float(now))}, {0}) for now in range(1, 20))
+    detector = HangDetector(HangLimits(after=10), began=0.0)
+    assert any(detector.look(float(now), {0: beat(5, moved=1.0, looked=float(now))}, {0}) for now in range(1, 20))

@@ -5,22 +5,22 @@ from pathlib import Path
 import pytest
 
 from recorded_run import incident, rollback_plan
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.facts.training import Committed, Restored
 from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather
-from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.diagnosis.outcome import HostOutcome
 
-KEPT = LastAccount(
+KEPT = LastSnapshotResult(
     attempt=1, reason="rank 1 is gone", checkpoint=None, step=None, rank=0, seconds=0.1, why_not="no", furthest=12
 )
 
 
 @pytest.mark.parametrize(("kept", "step"), [(KEPT, 12), (None, 8)])
 def test_steps_that_a_rollback_has_undone_are_not_where_an_attempt_stood(
-    tmp_path: Path, kept: LastAccount | None, step: int
+    tmp_path: Path, kept: LastSnapshotResult | None, step: int
 ) -> None:
     paths = RunPaths(tmp_path)
     journal = Journal(paths.train_journal, 1)
@@ -35,6 +35,6 @@ def test_steps_that_a_rollback_has_undone_are_not_where_an_attempt_stood(
     journal.close()
     beat = Heartbeat(pid=1, host="h", attempt=1, step=18, batch=17, doing="rewinding", monotonic=1.0)
     write_heartbeat(paths.ranks / "rank-00001.json", beat)
-    left = Left(status=1, kept=kept)
+    left = HostOutcome(status=1, kept=kept)
     evidence = gather(paths, TrainJournal(paths.train_journal), 1, left=left, told_to_stop=False)
     assert (evidence.step, evidence.furthest) == (step, 18)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from rollback.rundir import beacon
-from rollback.rundir.beacon import SILENT_AFTER, SharedDirectory, Watchtower, write_in_place
+from rollback.rundir import host_records
 from rollback.rundir.heartbeat_board import HeartbeatBoard, HeartbeatCell
 from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
+from rollback.rundir.host_records import SILENT_AFTER, RecordWatcher, SharedDirectory, write_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, SharedMeeting
-from rollback.supervisor.nodes.protocol import NodeReport, Orders
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport
 from rollback.supervisor.torchrun.host import Running
 from rollback.supervisor.torchrun.processes import THIS_HOST
 from rollback.train.process.heartbeat import seconds_between_files
@@ -33,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(beacon, "time", made)
+    monkeypatch.setattr(host_records, "time", made)
     return made
 
 
@@ -41,13 +41,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def visits(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that are read from now on."""
     found: list[Path] = []
-    really = beacon.read_in_place
+    really = host_records.read_in_place
 
     def note(path: Path) -> bytes:
         found.append(path)
         return really(path)
 
-    monkeypatch.setattr(beacon, "read_in_place", note)
+    monkeypatch.setattr(host_records, "read_in_place", note)
     return found
 
 
@@ -57,13 +57,13 @@ def report(number: int) -> NodeReport:
 
 def looks(directory: Path, pattern: str, hosts: int, clock: Clock, visits: list[Path]) -> float:
     """Files that one supervisor reads in a second. It looks more often than it may read."""
-    model = Orders if pattern == ORDERS else NodeReport
-    tower: Watchtower[Orders | NodeReport] = Watchtower(
+    model = LeaderOrders if pattern == ORDERS else NodeReport
+    watcher: RecordWatcher[LeaderOrders | NodeReport] = RecordWatcher(
         SharedDirectory(directory, hosts), pattern, model, clock=clock.monotonic
     )
     visits.clear()
     for _ in range(SECONDS * 2):
-        assert tower.look()
+        assert watcher.look()
         clock.now += 0.5
     return len(visits) / SECONDS
 
@@ -71,10 +71,10 @@ def looks(directory: Path, pattern: str, hosts: int, clock: Clock, visits: list[
 def test_sixteen_thousand_ranks_on_two_thousand_hosts_visit_less_than_a_thousand_files_a_second(
     tmp_path: Path, clock: Clock, visits: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beacon, "SILENT_AFTER", 10.0 * SECONDS)  # the records do not change in this test
+    monkeypatch.setattr(host_records, "SILENT_AFTER", 10.0 * SECONDS)  # the records do not change in this test
     paths = RunPaths(tmp_path)
     paths.nodes.mkdir()
-    write_in_place(paths.orders, Orders(leader="a", host="a", pid=1).model_dump_json().encode())
+    write_in_place(paths.orders, LeaderOrders(leader="a", host="a", pid=1).model_dump_json().encode())
     for number in range(HOSTS):
         body = report(number).model_dump_json().encode()
         paths.node(f"node-{number}").write_bytes(body + b"\n" + _hash(body) + b"\n")
@@ -88,7 +88,7 @@ def test_sixteen_thousand_ranks_on_two_thousand_hosts_visit_less_than_a_thousand
 
 
 def _hash(body: bytes) -> bytes:
-    return beacon.xxhash.xxh3_128_hexdigest(body).encode()
+    return host_records.xxhash.xxh3_128_hexdigest(body).encode()
 
 
 @pytest.mark.parametrize("hosts", [1, 8, 24, 2048, 100_000])

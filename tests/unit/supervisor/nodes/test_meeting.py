@@ -20,17 +20,17 @@ from rollback.errors import ExitCode, NodesMissing, RunDirectoryError
 from rollback.facts.training import SkipAdded, Window
 from rollback.inspect.record.reading import require_run_directory
 from rollback.instructions import MeetingPoint
-from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory, Transport, Watchtower
-from rollback.rundir.elsewhere import HandedOver, write_elsewhere
+from rollback.rundir.host_records import LIMIT, SILENT_AFTER, RecordPublisher, RecordWatcher, SharedDirectory, Transport
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.record_location import HandedOver, write_record_location
 from rollback.rundir.skip_records import SkippedBatch
-from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.nodes import meeting, record_files
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 from rollback.supervisor.nodes.record_files import RecordFiles, RecordKeeper
 from rollback.supervisor.nodes.seats import rank_by_name
 from rollback.supervisor.nodes.store import StoreTransport
@@ -81,42 +81,42 @@ def report(node: str, **more: object) -> NodeReport:
 
 
 def test_news_of_each_side_reaches_the_other_at_once(sides: Sides) -> None:
-    orders = Beacon(sides.leader, "orders.json", Orders(leader="a", host="a", pid=1, attempt=7), print)
-    told = Beacon(sides.follower, "node-1.json", report("node-1", leader="a", attempt=7), print)
+    orders = RecordPublisher(sides.leader, "orders.json", LeaderOrders(leader="a", host="a", pid=1, attempt=7), print)
+    told = RecordPublisher(sides.follower, "node-1.json", report("node-1", leader="a", attempt=7), print)
     down, up = (
-        Watchtower(sides.follower, "orders.json", Orders),
-        Watchtower(sides.leader, "node-*.json", NodeReport),
+        RecordWatcher(sides.follower, "orders.json", LeaderOrders),
+        RecordWatcher(sides.leader, "node-*.json", NodeReport),
     )
     wait_for(lambda: down.look() and up.look())
     orders.show(phase="run", members=("b",))
     wait_for(lambda: down.look()["orders.json"].phase == "run")
     told.show(state="running")
     wait_for(lambda: up.look()["node-1.json"].state == "running")
-    told.put_out()
+    told.stop()
     wait_for(lambda: not up.look())
-    orders.put_out()
+    orders.stop()
     wait_for(lambda: not down.look())
 
 
 def test_a_writer_that_says_nothing_more_is_silent_by_the_reader_s_clock(sides: Sides) -> None:
     now = [1000.0]
-    tower = Watchtower(sides.leader, "node-8.json", NodeReport, clock=lambda: now[0])
+    watcher = RecordWatcher(sides.leader, "node-8.json", NodeReport, clock=lambda: now[0])
     sides.follower.write("node-8.json", report("node-8").model_dump_json().encode())
-    wait_for(tower.look)
+    wait_for(watcher.look)
     now[0] += SILENT_AFTER + 1
-    assert tower.look() == {}
+    assert watcher.look() == {}
     sides.follower.write("node-8.json", report("node-8", beat=2).model_dump_json().encode())
-    wait_for(tower.look)
+    wait_for(watcher.look)
     sides.follower.remove("node-8.json")
-    wait_for(lambda: not tower.look())
+    wait_for(lambda: not watcher.look())
 
 
 def test_what_is_no_record_is_not_taken_for_one(sides: Sides) -> None:
-    tower = Watchtower(sides.leader, "node-*.json", NodeReport)
+    watcher = RecordWatcher(sides.leader, "node-*.json", NodeReport)
     sides.follower.write("node-7.json", b'{"node": 3, "launch": []}')
     sides.follower.write("node-9.json", report("node-9").model_dump_json().encode())
-    wait_for(tower.look)
-    assert [*tower.look()] == ["node-9.json"]
+    wait_for(watcher.look)
+    assert [*watcher.look()] == ["node-9.json"]
     for name in ("node-7.json", "node-9.json"):
         sides.follower.remove(name)
 
@@ -126,7 +126,7 @@ def test_followers_are_gathered_in_the_order_of_their_names(sides: Sides) -> Non
     place = NodePlace(3, 3, "node-0", "a:1:1", "a", 1, 60.0, endpoint=endpoint)
     leader = Leader(sides.paths, place, print, sides.meeting)
     there = [
-        Beacon(sides.follower, f"{node}.json", report(node, leader="a:1:1", attempt=4), print)
+        RecordPublisher(sides.follower, f"{node}.json", report(node, leader="a:1:1", attempt=4), print)
         for node in ("node-10", "node-9")
     ]
     assert leader.gather(4, lambda: False)
@@ -138,9 +138,9 @@ def test_followers_are_gathered_in_the_order_of_their_names(sides: Sides) -> Non
         assert group.master.startswith("127.0.0.1:")
     else:
         assert group is None, "torchrun's own flags say it"
-    for beacon in there:
-        beacon.put_out()
-    leader._beacon.put_out()
+    for publisher in there:
+        publisher.stop()
+    leader._publisher.stop()
 
 
 def test_a_stop_signal_that_a_lost_node_tells_late_stops_no_later_attempt(sides: Sides) -> None:
@@ -149,30 +149,32 @@ def test_a_stop_signal_that_a_lost_node_tells_late_stops_no_later_attempt(sides:
     leader = Leader(
         sides.paths, NodePlace(3, 3, "node-0", "a:1:1", "a", 1, 60.0, endpoint=endpoint), print, sides.meeting
     )
-    one = Beacon(sides.follower, "node-71.json", report("node-71", leader="a:1:1", attempt=14), print)
-    cut_off = Beacon(sides.follower, "node-72.json", report("node-72", leader="a:1:1", attempt=14), print)
+    one = RecordPublisher(sides.follower, "node-71.json", report("node-71", leader="a:1:1", attempt=14), print)
+    cut_off = RecordPublisher(sides.follower, "node-72.json", report("node-72", leader="a:1:1", attempt=14), print)
     assert leader.gather(14, lambda: False)
-    cut_off.put_out()
-    one.show(state="ended", left=Left(status=1, guarded=False))
+    cut_off.stop()
+    one.show(state="ended", left=HostOutcome(status=1, guarded=False))
     wait_for(lambda: leader.move(1) == "settled" and leader._members()["node-72"] is None)
-    assert leader.left(Left(status=1, guarded=False)).lost_nodes == ("node-72",)
+    assert leader.left(HostOutcome(status=1, guarded=False)).lost_nodes == ("node-72",)
     late = cut_off.record.model_copy(update={"state": "running", "signals": ("SIGTERM",)})
     sides.follower.write("node-72.json", late.model_dump_json().encode())
-    wait_for(lambda: "node-72.json" in leader._tower.look())
+    wait_for(lambda: "node-72.json" in leader._watcher.look())
     one.show(state="ready", attempt=15, left=None)
-    came: list[Beacon[NodeReport]] = []
+    came: list[RecordPublisher[NodeReport]] = []
 
     def come() -> bool:
         if not came:
-            came.append(Beacon(sides.follower, "node-73.json", report("node-73", leader="a:1:1", attempt=15), print))
+            came.append(
+                RecordPublisher(sides.follower, "node-73.json", report("node-73", leader="a:1:1", attempt=15), print)
+            )
         return False
 
     assert leader.gather(15, come), "the signal was for the launch that is over"
     assert leader.signals() == []
-    for beacon in (one, *came):
-        beacon.put_out()
+    for publisher in (one, *came):
+        publisher.stop()
     sides.follower.remove("node-72.json")
-    leader._beacon.put_out()
+    leader._publisher.stop()
 
 
 def test_a_node_whose_supervisor_lost_the_leader_for_a_moment_has_left_the_attempt(sides: Sides) -> None:
@@ -180,18 +182,18 @@ def test_a_node_whose_supervisor_lost_the_leader_for_a_moment_has_left_the_attem
     endpoint = sides.meeting.store.point if isinstance(sides.meeting, EndpointMeeting) else None
     place = NodePlace(2, 2, "node-0", "c:1:1", "c", 1, 60.0, endpoint=endpoint)
     leader = Leader(sides.paths, place, print, sides.meeting)
-    node = Beacon(sides.follower, "node-81.json", report("node-81", leader="c:1:1", attempt=24), print)
+    node = RecordPublisher(sides.follower, "node-81.json", report("node-81", leader="c:1:1", attempt=24), print)
     assert leader.gather(24, lambda: False)
     node.show(state="running")
     wait_for(lambda: leader.move(None) == "wait" and leader._roster.reports["b:node-81"].state == "running")
     node.show(state="ended", attempt=-1)
     wait_for(lambda: leader.move(None) == "end")
-    assert leader._beacon.record.phase == "end"
-    assert leader.left(Left(status=-9)).lost_nodes == ("node-81",)
+    assert leader._publisher.record.phase == "end"
+    assert leader.left(HostOutcome(status=-9)).lost_nodes == ("node-81",)
     node.show(state="ready", attempt=25)
     assert leader.gather(25, lambda: False)
-    node.put_out()
-    leader._beacon.put_out()
+    node.stop()
+    leader._publisher.stop()
 
 
 def test_of_what_strangers_say_in_the_store_nothing_counts_but_what_a_follower_may_say(
@@ -486,13 +488,13 @@ def test_what_a_follower_hands_over_while_it_runs_is_kept_at_once(
     place = NodePlace(2, 2, "node-0", "d:1:1", "d", 1, 60.0, endpoint=host.point)
     keeps(paths, [])
     leader = Leader(paths, place, print, EndpointMeeting(host))
-    node = Beacon(guest, "node-91.json", report("node-91", leader="d:1:1", attempt=34), print)
+    node = RecordPublisher(guest, "node-91.json", report("node-91", leader="d:1:1", attempt=34), print)
     assert leader.gather(34, lambda: False)
     node.show(state="running", files={"skips/rank-00003.jsonl": skips(1)})
     wait_for(lambda: leader.move(None) == "wait" and paths.skip_record(3).exists())
     assert paths.skip_record(3).read_text() == skips(1)
-    node.put_out()
-    leader._beacon.put_out()
+    node.stop()
+    leader._publisher.stop()
 
 
 def test_what_a_host_hands_over_that_was_taken_for_lost_is_kept_when_it_is_ready_again(
@@ -504,16 +506,16 @@ def test_what_a_host_hands_over_that_was_taken_for_lost_is_kept_when_it_is_ready
     place = NodePlace(2, 2, "node-0", "e:1:1", "e", 1, 60.0, endpoint=host.point)
     keeps(paths, [])
     leader = Leader(paths, place, print, EndpointMeeting(host))
-    node = Beacon(guest, "node-92.json", report("node-92", leader="e:1:1", attempt=44), print)
+    node = RecordPublisher(guest, "node-92.json", report("node-92", leader="e:1:1", attempt=44), print)
     assert leader.gather(44, lambda: False)
     node.show(state="ended", attempt=-1)  # for a moment it saw no leader
     wait_for(lambda: leader.move(1) == "settled")
-    assert leader.left(Left(status=1)).lost_nodes == ("node-92",)
+    assert leader.left(HostOutcome(status=1)).lost_nodes == ("node-92",)
     node.show(state="ready", attempt=45, files={"skips/rank-00003.jsonl": skips(1)})
     assert leader.gather(45, lambda: False)
     assert paths.skip_record(3).read_text() == skips(1)
-    node.put_out()
-    leader._beacon.put_out()
+    node.stop()
+    leader._publisher.stop()
 
 
 def test_a_file_that_cannot_be_kept_costs_no_other_one_and_is_told_of_once(tmp_path: Path) -> None:
@@ -645,7 +647,7 @@ def test_lines_that_no_record_had_room_for_are_handed_over_by_the_next_superviso
     assert [*files.all()] == ["skips/rank-00004.jsonl"]
     assert said == [f"1 files of the record stay on this host, or lines of them, as {paths.skip_record(3)}"]
     files.arrived()
-    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over)
+    write_record_location(paths, "head", "/data/run", said.append, has=files.handed_over)
     os.utime(paths.skip_record(4), (2, 2))
     assert [*RecordFiles(paths, said.append).all()] == ["skips/rank-00003.jsonl"]
 
@@ -675,7 +677,7 @@ def test_lines_that_have_arrived_are_not_said_to_stay_by_another_supervisor(tmp_
     files = RecordFiles(paths, said.append)
     assert files.all()
     files.arrived()
-    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over if arrived else HandedOver())
+    write_record_location(paths, "head", "/data/run", said.append, has=files.handed_over if arrived else HandedOver())
     with paths.skip_record(3).open("a") as file:
         file.write(skips(*range(300, 600), size=64))
     assert said == []
@@ -698,7 +700,7 @@ def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tm
     so_long_ago(paths.skip_record(3), 2 * minute)
     files = RecordFiles(paths, said.append)
     assert [*files.new()] == ["skips/rank-00003.jsonl"]
-    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over)
+    write_record_location(paths, "head", "/data/run", said.append, has=files.handed_over)
     files = RecordFiles(paths, said.append)
     assert [*files.new()] == ["skips/rank-00003.jsonl"], "nobody has said that it has arrived"
     paths.stacks(2).mkdir(parents=True)
@@ -706,7 +708,7 @@ def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tm
     assert [*files.new()] == ["stacks/attempt-0002/rank-00003.txt"]
     files.arrived()
     assert files.all() == {}
-    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over)
+    write_record_location(paths, "head", "/data/run", said.append, has=files.handed_over)
     files = RecordFiles(paths, said.append)
     assert [*files.new()] == ["stacks/attempt-0002/rank-00003.txt"], "it may be lost with that leader"
     with paths.skip_record(3).open("a") as file:
@@ -718,7 +720,7 @@ def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tm
 def test_a_directory_without_the_record_says_where_the_record_is(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.identity.write_text("{}")
-    write_elsewhere(paths, "head", "/data/run", print)
+    write_record_location(paths, "head", "/data/run", print)
     with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
         require_run_directory(tmp_path)
 
@@ -729,7 +731,7 @@ def test_an_old_record_of_a_host_that_follows_by_now_is_not_taken_for_the_record
     paths.train_journal.parent.mkdir()
     paths.train_journal.write_text("")
     os.utime(paths.train_journal, (1, 1))
-    write_elsewhere(paths, "head", "/data/run", print)
+    write_record_location(paths, "head", "/data/run", print)
     with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
         require_run_directory(tmp_path)
     os.utime(paths.record_elsewhere, (0, 0))  # it was trained there later, as by torchrun

@@ -13,19 +13,26 @@ from disks import disk_of, fill, may_mount
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.config import Settings
 from rollback.errors import RunInUse, UsageError
 from rollback.facts.training import LastSnapshotMade
-from rollback.rundir.beacon import SILENT_AFTER, Beacon, SharedDirectory, Watchtower, read_in_place, write_in_place
+from rollback.rundir.host_records import (
+    SILENT_AFTER,
+    RecordPublisher,
+    RecordWatcher,
+    SharedDirectory,
+    read_in_place,
+    write_in_place,
+)
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal, Unrecorded
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal, Unrecorded
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import command_of, differences, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
+    LeaderOrders,
     NodeReport,
-    Orders,
     RunResult,
     followers_move,
     leaders_move,
@@ -39,13 +46,13 @@ from rollback.supervisor.torchrun.command import LaunchedJob
 LAUNCH = "b:1:1.0"
 
 
-def orders(phase: str, attempt: int = 3, *, member: bool = True) -> Orders:
+def orders(phase: str, attempt: int = 3, *, member: bool = True) -> LeaderOrders:
     members = (LAUNCH,) if member else ()
-    return Orders(leader="a:1:1.0", host="a", pid=1, phase=phase, attempt=attempt, members=members)
+    return LeaderOrders(leader="a:1:1.0", host="a", pid=1, phase=phase, attempt=attempt, members=members)
 
 
 def report(state: str, status: int | None = None, attempt: int = 3) -> NodeReport:
-    left = Left(status=status) if status is not None else None
+    left = HostOutcome(status=status) if status is not None else None
     return NodeReport(
         node="node-1", launch=LAUNCH, host="b", pid=1, leader="a:1:1.0", attempt=attempt, state=state, left=left
     )
@@ -129,9 +136,9 @@ def test_only_those_count_as_ready_who_follow_this_leader_for_this_attempt() -> 
 
 
 def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
-    def failed(rank: int, exitcode: int) -> Left:
+    def failed(rank: int, exitcode: int) -> HostOutcome:
         failure = RankFailure(rank=rank, pid=1, exitcode=exitcode, message=None)
-        return Left(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
+        return HostOutcome(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
 
     whole = merged(failed(0, 1), {"node-1": failed(1, -9), "node-2": failed(2, -15)})
     assert whole.status == 1
@@ -141,25 +148,29 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     silent = killed.model_copy(update={"failures": killed.failures.with_ended({1, 2})})
     assert [failure.rank for failure in merged(silent, {"node-1": raised}).failures.failures] == [0, 1], "by its end"
     assert raised.failures.with_ended({0}) == raised.failures, "it had ended before"
-    lost = merged(Left(status=-9), {"node-1": None, "node-2": Left(status=0)})
+    lost = merged(HostOutcome(status=-9), {"node-1": None, "node-2": HostOutcome(status=0)})
     assert (lost.status, lost.lost_nodes) == (-9, ("node-1",))
     refusal = Refusal(exit_code=78, message="another model")
-    assert merged(Left(status=0), {"node-1": Left(status=0, refusal=refusal)}).refusal == refusal
+    assert merged(HostOutcome(status=0), {"node-1": HostOutcome(status=0, refusal=refusal)}).refusal == refusal
     unrecorded = Unrecorded(step=9, why="no space left")
-    assert merged(Left(status=0), {"node-1": Left(status=0, unrecorded=unrecorded)}).unrecorded == unrecorded
+    assert (
+        merged(HostOutcome(status=0), {"node-1": HostOutcome(status=0, unrecorded=unrecorded)}).unrecorded == unrecorded
+    )
 
 
 def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
     """A host that tells of a checkpoint knows that all have it; the furthest step may be known on another one."""
 
-    def left(rank: int, step: int | None, furthest: int | None) -> Left:
-        kept = LastAccount(
+    def left(rank: int, step: int | None, furthest: int | None) -> HostOutcome:
+        kept = LastSnapshotResult(
             attempt=1, reason="rank 3 is gone", checkpoint=None if step is None else "c", step=step, rank=rank,
             seconds=0.5, why_not="it was in its update" if step is None else None, furthest=furthest,
         )  # fmt: skip
-        return Left(status=1, kept=kept)
+        return HostOutcome(status=1, kept=kept)
 
-    whole = merged(left(0, None, 21), {"node-1": left(2, 21, None), "node-2": Left(status=0), "node-3": None}).kept
+    whole = merged(
+        left(0, None, 21), {"node-1": left(2, 21, None), "node-2": HostOutcome(status=0), "node-3": None}
+    ).kept
     assert whole is not None
     assert whole.as_fact(21, None) == LastSnapshotMade(
         reason="rank 3 is gone", checkpoint="c", step=21, rank=2, seconds=0.5, steps_lost=0
@@ -172,90 +183,91 @@ def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
     assert none.as_fact(None, None).steps_lost is None
     assert none.as_fact(10, None, host_lost=True).steps_lost is None, "it may lack the part of that host"
     assert whole.as_fact(21, None, host_lost=True).steps_lost == 0, "all have it"
-    assert merged(Left(status=1), {"node-1": None}).kept is None
+    assert merged(HostOutcome(status=1), {"node-1": None}).kept is None
 
 
 def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_path: Path) -> None:
     now = [1000.0]
-    tower = Watchtower(SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0])
+    watcher = RecordWatcher(SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0])
     path, said = RunPaths(tmp_path).node("node-1"), report("ready")
     path = tmp_path / path.name
     write_in_place(path, said.model_dump_json().encode())
     (tmp_path / "node-2.json").write_text("{")
-    assert tower.look() == {"node-1.json": said}
+    assert watcher.look() == {"node-1.json": said}
     now[0] += SILENT_AFTER - 1
-    assert tower.look()
+    assert watcher.look()
     now[0] += 2
-    assert tower.look() == {}
+    assert watcher.look() == {}
     write_in_place(path, said.model_copy(update={"beat": 1}).model_dump_json().encode())
-    assert tower.look()
+    assert watcher.look()
 
 
 def test_who_is_read_in_the_middle_of_a_write_is_not_lost_for_a_moment(tmp_path: Path) -> None:
-    tower, path, said = (
-        Watchtower(SharedDirectory(tmp_path), "node-*.json", NodeReport),
+    watcher, path, said = (
+        RecordWatcher(SharedDirectory(tmp_path), "node-*.json", NodeReport),
         tmp_path / "node-1.json",
         report("ready"),
     )
     write_in_place(path, said.model_dump_json().encode())
-    assert tower.look() == {"node-1.json": said}
+    assert watcher.look() == {"node-1.json": said}
     with path.open("r+b") as file:
         file.write(b'{"node":"half of a new one')
-    assert tower.look() == {"node-1.json": said}
+    assert watcher.look() == {"node-1.json": said}
     path.unlink()
-    assert tower.look() == {}
+    assert watcher.look() == {}
 
 
 def test_nobody_is_lost_while_a_host_cannot_open_files_for_a_moment(tmp_path: Path) -> None:
-    beacons = [
-        Beacon(SharedDirectory(tmp_path), name, report("ready"), print) for name in ("node-b.json", "orders.json")
+    publishers = [
+        RecordPublisher(SharedDirectory(tmp_path), name, report("ready"), print)
+        for name in ("node-b.json", "orders.json")
     ]
-    towers = [Watchtower(SharedDirectory(tmp_path), name, NodeReport) for name in ("node-*.json", "orders.json")]
-    assert all(tower.look() for tower in towers)
+    watchers = [RecordWatcher(SharedDirectory(tmp_path), name, NodeReport) for name in ("node-*.json", "orders.json")]
+    assert all(watcher.look() for watcher in watchers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
-        found = [tower.look() for tower in towers]
+        found = [watcher.look() for watcher in watchers]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert all(found)
-    for beacon in beacons:
-        beacon.put_out()
-    assert not any(tower.look() for tower in towers)
+    for publisher in publishers:
+        publisher.stop()
+    assert not any(watcher.look() for watcher in watchers)
 
 
 def test_who_cannot_write_takes_nobody_for_silent(tmp_path: Path) -> None:
-    now, blind = [1000.0], [True]
-    tower = Watchtower(
-        SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0], blind=lambda: blind[0]
+    now, writes_fail = [1000.0], [True]
+    watcher = RecordWatcher(
+        SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0], writes_fail=lambda: writes_fail[0]
     )
     write_in_place(tmp_path / "node-1.json", report("ready").model_dump_json().encode())
     for _ in range(5):
         now[0] += SILENT_AFTER
-        assert tower.look(), "whether it is silent cannot be told"
-    blind[0] = False
+        assert watcher.look(), "whether it is silent cannot be told"
+    writes_fail[0] = False
     now[0] += SILENT_AFTER - 1
-    assert tower.look(), "counted from when it could be told again"
+    assert watcher.look(), "counted from when it could be told again"
     now[0] += 2
-    assert tower.look() == {}
+    assert watcher.look() == {}
 
 
 @pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
-def test_a_full_disk_holds_no_beacon_back(tmp_path: Path) -> None:
+def test_a_full_disk_holds_no_host_record_back(tmp_path: Path) -> None:
     with disk_of("1m", tmp_path / "disk") as disk:
         path, said = disk / "node-1.json", []
-        beacon = Beacon(SharedDirectory(path.parent), path.name, report("ready"), said.append)
+        publisher = RecordPublisher(SharedDirectory(path.parent), path.name, report("ready"), said.append)
         subprocess.run(["sh", "-c", fill(disk)], check=True)
-        beacon.show(state="running", signals=("SIGTERM",) * 100)
+        publisher.show(state="running", signals=("SIGTERM",) * 100)
         assert NodeReport.model_validate_json(read_in_place(path)).signals
         assert not said
-        assert not beacon.failing
-        beacon.put_out()
+        assert not publisher.failing
+        publisher.stop()
 
 
-def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
+def test_a_publisher_goes_on_until_it_is_stopped(tmp_path: Path) -> None:
     path = tmp_path / "nodes" / "node-1.json"
-    beacon = Beacon(SharedDirectory(path.parent), path.name, report("ready"), print)
+    publisher = RecordPublisher(SharedDirectory(path.parent), path.name, report("ready"), print)
     beats = set()
     enough = threading.Event()
     for _ in range(500):
@@ -263,9 +275,9 @@ def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
         if len(beats) > 1 or enough.wait(0.02):
             break
     assert len(beats) > 1
-    beacon.show(state="running")
+    publisher.show(state="running")
     assert NodeReport.model_validate_json(read_in_place(path)).state == "running"
-    beacon.put_out()
+    publisher.stop()
     assert not path.exists()
 
 
@@ -273,9 +285,9 @@ def test_a_record_that_the_disk_does_not_remove_ends_no_run(tmp_path: Path, monk
     def refuse(*_: object) -> None:
         raise OSError("read-only file system")
 
-    beacon = Beacon(SharedDirectory(tmp_path), "node-1.json", report("ready"), lambda line: None)
+    publisher = RecordPublisher(SharedDirectory(tmp_path), "node-1.json", report("ready"), lambda line: None)
     monkeypatch.setattr(SharedDirectory, "remove", refuse)
-    beacon.put_out()
+    publisher.stop()
     assert (tmp_path / "node-1.json").exists()
 
 
@@ -294,11 +306,11 @@ def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> N
 )
 def test_orders_that_no_leader_gives_are_not_believed(tmp_path: Path, changes: dict[str, object]) -> None:
     sound = orders("run").model_dump(mode="json")
-    tower = Watchtower(SharedDirectory(tmp_path), "orders.json", Orders)
+    watcher = RecordWatcher(SharedDirectory(tmp_path), "orders.json", LeaderOrders)
     write_in_place(tmp_path / "orders.json", json.dumps({**sound, **changes}).encode())
-    assert tower.look() == {}
+    assert watcher.look() == {}
     write_in_place(tmp_path / "orders.json", json.dumps(sound).encode())
-    assert tower.look() == {"orders.json": orders("run")}
+    assert watcher.look() == {"orders.json": orders("run")}
 
 
 def test_places() -> None:

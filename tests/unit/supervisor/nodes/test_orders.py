@@ -13,24 +13,24 @@ from typing import Any
 import pytest
 
 from rollback.errors import ExitCode, NodesMissing, RunDirectoryError, UsageError
-from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.heartbeats import Heartbeat
+from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import hang_watch
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.diagnosis.hang import HangLimits
-from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes import follow
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, leaders_move, merged
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult, leaders_move, merged
 from rollback.supervisor.signals import StopSignals
 
-OTHER = Orders(leader="b:2:1.0", host="b", pid=2, phase="run", attempt=2)
+OTHER = LeaderOrders(leader="b:2:1.0", host="b", pid=2, phase="run", attempt=2)
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ def place(spares: int = 0) -> NodePlace:
     return found
 
 
-def say_as(orders: Orders, paths: RunPaths) -> None:
+def say_as(orders: LeaderOrders, paths: RunPaths) -> None:
     write_in_place(paths.orders, orders.model_dump_json().encode())
 
 
-def hold_as(orders: Orders, paths: RunPaths) -> None:
+def hold_as(orders: LeaderOrders, paths: RunPaths) -> None:
     host, pid, start = orders.leader.split(":")
     paths.holder.write_text(json.dumps({"host": host, "pid": int(pid), "start": start}))
 
@@ -68,7 +68,7 @@ def test_who_holds_the_lock_leads_on_and_who_has_lost_it_leaves_all_to_the_other
     with pytest.raises(RunDirectoryError, match=r"b \(pid 2\) leads this run now"):
         look()
     leader.farewell(RunResult(exit_code=74, reason="overtaken"))
-    assert Orders.model_validate_json(read_in_place(paths.orders)).phase != "over"
+    assert LeaderOrders.model_validate_json(read_in_place(paths.orders)).phase != "over"
     lock.release()
     assert read_holder(paths) == {"host": "b", "pid": 2, "start": "1.0"}
 
@@ -77,10 +77,10 @@ def test_what_an_earlier_launch_of_the_same_host_and_pid_said_is_not_taken_for_t
     """In containers pids repeat. Its last word was that the run is over."""
     lock = RunLock(paths, "rollback launch")
     own = place()
-    before = Orders(leader=f"{own.host}:{own.pid}:0@of-another-boot", host=own.host, pid=own.pid, phase="over")
+    before = LeaderOrders(leader=f"{own.host}:{own.pid}:0@of-another-boot", host=own.host, pid=own.pid, phase="over")
     meeting = SharedMeeting(paths, 2)
     assert not meeting.is_led_by(before)
-    assert meeting.is_led_by(Orders(leader=own.launch, host=own.host, pid=own.pid))
+    assert meeting.is_led_by(LeaderOrders(leader=own.launch, host=own.host, pid=own.pid))
     lock.release()
 
 
@@ -111,7 +111,7 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
 
     def end() -> None:
         Leader.end(leader)
-        say(state="ended", left=Left(status=-9))
+        say(state="ended", left=HostOutcome(status=-9))
 
     def poll() -> int:
         assert time.monotonic() < until, "nobody ends it"
@@ -130,21 +130,21 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
         order, print, SimpleNamespace(), SupervisorJournal(paths, print), StopSignals(), leader, lambda: None
     )  # type: ignore[arg-type]
     status, hung = attempts._watch(running)  # type: ignore[arg-type]
-    assert (status, hung and hung.kind, leader._beacon.record.phase) == (0, "hung", "end")
-    left = leader.left(Left(status=0))
+    assert (status, hung and hung.kind, leader._publisher.record.phase) == (0, "hung", "end")
+    left = leader.left(HostOutcome(status=0))
     assert left.status == -9, "the attempt has failed"
     paths.node("node-1").unlink()
     leader.farewell(RunResult(exit_code=1, reason="hung"))
 
 
 class Following:
-    """A follower in a thread, of a leader that is the beacon of its orders."""
+    """A follower in a thread, of a leader that is the publisher of its orders."""
 
     def __init__(self, paths: RunPaths, ring: str | None = None, spares: int = 0) -> None:
         self.paths, self.place, self.asked, self.looks = paths, place(spares), list[str](), 0
         self.told: list[str] = []
-        own = Orders(leader="a:1:1.0", host="a", pid=1, attempt=1)
-        self.leads = Beacon(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
+        own = LeaderOrders(leader="a:1:1.0", host="a", pid=1, attempt=1)
+        self.leads = RecordPublisher(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
         hold_as(own, paths)
         meeting, asked = SharedMeeting(paths, 2), self.asked
 
@@ -153,7 +153,7 @@ class Following:
             is_leaderless = staticmethod(self._is_leaderless)
 
             @staticmethod
-            def is_led_by(orders: Orders) -> bool:
+            def is_led_by(orders: LeaderOrders) -> bool:
                 asked.append(orders.leader)
                 return meeting.is_led_by(orders)
 
@@ -186,7 +186,7 @@ class Following:
         """Returns how the run ended, as the follower knows it."""
         self.leads.show(phase="over", result=RunResult(exit_code=0, reason="done"))
         self.thread.join(60)
-        self.leads.put_out()
+        self.leads.stop()
         return [result and result.reason for result in self.found]
 
 
@@ -229,10 +229,10 @@ def test_a_host_of_another_job_at_the_same_endpoint_says_nothing_to_its_leader(p
     try:
         with pytest.raises(UsageError, match="the store at h:1, and its job has --ring s3://b/run where this one has"):
             other.follow()
-        same._require_same_ring(leader._beacon.record)
+        same._require_same_ring(leader._publisher.record)
         assert not paths.node(place().name).exists()
     finally:
-        leader._beacon.put_out()
+        leader._publisher.stop()
 
 
 @pytest.mark.parametrize("phase", ["end", "stop"])
@@ -249,7 +249,7 @@ def test_who_hears_of_an_attempt_when_it_is_to_end_begins_nothing_and_holds_nobo
         ),
     )
     assert leaders_move(1, {following.place.launch: ended[0]}) == "settled"
-    left = merged(Left(status=1, guarded=False), {"node-0": ended[0].left})
+    left = merged(HostOutcome(status=1, guarded=False), {"node-0": ended[0].left})
     assert (left.status, left.guarded, left.lost_nodes) == (1, False, ()), "nothing ran here, and it is not lost"
 
 
@@ -275,7 +275,7 @@ def test_what_is_handed_over_is_shown_until_the_leader_orders_to_begin(paths: Ru
         files_of_running.append(following.report and following.report.files)
         yield SimpleNamespace(attempt=number, poll=lambda: 1, beats=dict)
 
-    following.host.attempt, following.host.left = attempt, lambda status, running: Left(status=status)
+    following.host.attempt, following.host.left = attempt, lambda status, running: HostOutcome(status=status)
     following.host.output = SimpleNamespace(release=lambda: None)
 
     def handed_over(state: str, number: int) -> bool:
@@ -302,13 +302,13 @@ def test_a_node_without_a_seat_that_is_told_to_stop_goes_and_the_others_do_not_h
     """As where a scheduler takes the host of a spare back. A stop signal that it tells would stop the whole job, also
     between two attempts: the next one begins without it."""
     shown_at_last: list[NodeReport | None] = []
-    close = follow.Helper.close
+    close = follow.ShardCopier.close
 
-    def closes(helper: follow.Helper, **how: Any) -> None:
+    def closes(copier: follow.ShardCopier, **how: Any) -> None:
         shown_at_last.append(following.report)
-        close(helper, **how)
+        close(copier, **how)
 
-    monkeypatch.setattr(follow.Helper, "close", closes)
+    monkeypatch.setattr(follow.ShardCopier, "close", closes)
     following = Following(paths, spares=1)
     members = ("a:1:1.0", "somebody else")
     following.leads.show(phase="run" if phase == "gather" else phase, members=members)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport
 from rollback.supervisor.nodes.roster import FAILURES, Roster
@@ -22,9 +22,9 @@ def roster() -> Roster:
     return roster
 
 
-def failed(rank: int) -> Left:
+def failed(rank: int) -> HostOutcome:
     failures = (RankFailure(rank=rank, pid=1, exitcode=1, message=None),)
-    return Left(status=1, failures=Failures(error="ChildFailedError", failures=failures))
+    return HostOutcome(status=1, failures=Failures(error="ChildFailedError", failures=failures))
 
 
 def test_only_failures_in_a_row_count_against_a_node(roster: Roster) -> None:
@@ -47,7 +47,7 @@ def test_only_failures_in_a_row_count_against_a_node(roster: Roster) -> None:
 def test_a_member_is_lost_where_it_is_silent_or_overdue_or_came_anew_and_what_it_says_late_does_not_count(
     roster: Roster,
 ) -> None:
-    one, two = report(1, state="running"), report(2, state="ended", left=Left(status=0))
+    one, two = report(1, state="running"), report(2, state="ended", left=HostOutcome(status=0))
     roster.hear([one, two])
     assert roster.members(1, overdue=False) == {"node-1": one, "node-2": two}
     assert roster.members(1, overdue=True) == {"node-1": None, "node-2": two}

@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from rollback.errors import NodesMissing, RanksDoNotFit, RunDoesNotFit, UsageError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
-from rollback.rundir.beacon import read_in_place, write_in_place
+from rollback.rundir.host_records import read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal
 from rollback.supervisor.nodes import lead
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 from rollback.supervisor.nodes.seats import awaited, replacements, seats
 from rollback.train.data.cursor.description import description_of
 
@@ -118,7 +118,7 @@ class Crew:
 def crew(tmp_path: Path) -> Iterator[Crew]:
     crew = Crew(tmp_path)
     yield crew
-    crew.leader._beacon.put_out()
+    crew.leader._publisher.stop()
 
 
 def test_a_lost_node_is_replaced_at_once_and_waits_as_a_spare_when_it_is_back(crew: Crew) -> None:
@@ -150,15 +150,15 @@ def test_a_lost_node_that_is_back_when_the_run_ends_is_told_so(crew: Crew, monke
         crew.tell(rank, 1)
     assert crew.gather(1)
     crew.lose(1)
-    crew.tell(2, 1, state="ended", left=Left(status=1))
+    crew.tell(2, 1, state="ended", left=HostOutcome(status=1))
     assert crew.leader.move(1) == "settled"
-    assert crew.leader.left(Left(status=1)).lost_nodes == ("node-1",)
-    crew.tell(1, 1, state="ended", left=Left(status=1))
+    assert crew.leader.left(HostOutcome(status=1)).lost_nodes == ("node-1",)
+    crew.tell(1, 1, state="ended", left=HostOutcome(status=1))
     for rank in (2, 3):
         crew.lose(rank)
     monkeypatch.setattr(lead, "_FAREWELL", 0.3)
     crew.leader.farewell(RunResult(exit_code=75, reason="told to stop"))
-    assert Orders.model_validate_json(read_in_place(crew.paths.orders)).phase == "over"
+    assert LeaderOrders.model_validate_json(read_in_place(crew.paths.orders)).phase == "over"
 
 
 def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +187,11 @@ def test_a_node_that_lives_and_never_ends_its_ranks_holds_the_end_of_an_attempt_
     for rank in (1, 2):
         crew.tell(rank, 1, state="running")
     assert crew.leader.move(1) == "end"
-    crew.tell(2, 1, state="ended", left=Left(status=-9))
+    crew.tell(2, 1, state="ended", left=HostOutcome(status=-9))
     assert crew.leader.move(1) == "end"
     monkeypatch.setattr(lead, "_ENDS", 0.0)
     assert crew.leader.move(1) == "settled"
-    assert crew.leader.left(Left(status=1)).lost_nodes == ("node-1",)
+    assert crew.leader.left(HostOutcome(status=1)).lost_nodes == ("node-1",)
 
 
 def fail_twice(crew: Crew) -> None:
@@ -200,7 +200,7 @@ def fail_twice(crew: Crew) -> None:
             crew.tell(rank, attempt)
         assert crew.gather(attempt) == ("node-0", "node-1", "node-2")
         failure = RankFailure(rank=1, pid=1, exitcode=1, message=None)
-        left = Left(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
+        left = HostOutcome(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
         crew.tell(1, attempt, state="ended", left=left)
         crew.leader.move(1)
         crew.leader.failed(1, progressed=attempt == 1)
@@ -260,7 +260,7 @@ def test_a_spare_that_would_run_something_else_takes_nobody_s_place(
         crew.gather(2)
     assert crew.said[-1].startswith("waiting for 1 of 3 nodes (here: node-0, node-2)")
     assert crew.said[-1].endswith("; node-3 cannot take part: it has other script, torch")
-    crew.leader._beacon.put_out()
+    crew.leader._publisher.stop()
 
 
 def test_without_a_spare_a_range_of_nodes_goes_on_with_those_that_are_there_or_waits_for_more(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_without_a_spare_a_range_of_nodes_goes_on_with_those_that_are_there_or_w
     crew.tell(2, 3)
     assert crew.gather(3) == ("node-0", "node-1", "node-2")
     assert crew.leader.take_another_number() is None, "more than all there are none"
-    crew.leader._beacon.put_out()
+    crew.leader._publisher.stop()
 
 
 def test_where_a_job_does_not_fit_with_a_node_that_came_later_those_go_on_that_have_trained(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_where_a_job_does_not_fit_with_a_node_that_came_later_those_go_on_that_h
     crew.lose(2)
     crew.tell(1, 4)
     assert crew.gather(4) == ("node-0", "node-1")
-    crew.leader._beacon.put_out()
+    crew.leader._publisher.stop()
 
 
 def test_a_fixed_number_of_nodes_takes_no_other_one(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_fixed_number_of_nodes_takes_no_other_one(tmp_path: Path) -> None:
         crew.tell(rank, 1)
     assert crew.gather(1) == ("node-0", "node-1", "node-2")
     assert crew.leader.take_another_number() is None
-    crew.leader._beacon.put_out()
+    crew.leader._publisher.stop()
 
 
 def test_a_new_leader_gives_those_that_had_a_seat_a_moment_to_come(
@@ -326,7 +326,7 @@ def test_a_new_leader_gives_those_that_had_a_seat_a_moment_to_come(
     monkeypatch.setattr(lead, "_RETURN", 0.1)  # it is over
     assert crew.gather(1) == ("node-0", "node-1", "node-2"), "it leads, so it takes the seat of the leader that is gone"
     assert crew.replaced == [("node-9", "node-0", 0, "lost")]
-    crew.leader._beacon.put_out()
+    crew.leader._publisher.stop()
 
 
 @pytest.mark.parametrize(("nodes", "spares"), [("3", 1), ("2:4", 0)])
@@ -349,7 +349,7 @@ def test_a_new_leader_begins_nothing_while_a_node_that_lives_still_ends_its_rank
     assert not crew.leader.gather(8, goes_on)
     crew.tell(1, 8)
     assert crew.gather(8) == ("node-0", "node-1", "node-2", "node-3")[: crew.place.most]
-    crew.leader._beacon.put_out()
+    crew.leader._publisher.stop()
 
 
 def test_what_a_node_that_is_gone_said_last_holds_no_new_leader_up(
@@ -362,7 +362,7 @@ def test_what_a_node_that_is_gone_said_last_holds_no_new_leader_up(
     for rank in (2, 3):
         crew.tell(rank, 8)
     assert crew.gather(8, limit=5.0) == ("node-0", "node-3", "node-2")
-    crew.leader._beacon.put_out()
+    crew.leader._publisher.stop()
 
 
 def test_the_ranks_meet_on_the_node_of_rank_0_whoever_leads(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_the_ranks_meet_on_the_node_of_rank_0_whoever_leads(tmp_path: Path) -> N
     assert group is not None
     assert (group.count, group.rank, group.master) == (3, 1, "h1:1")
     assert crew.waiting.nodes == (), "the leader before it may have journalled others"
-    crew.leader._beacon.put_out()
+    crew.leader._publisher.stop()
 
 
 def test_numbers_of_nodes_that_make_no_sense_are_refused() -> None:

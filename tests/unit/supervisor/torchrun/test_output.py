@@ -89,8 +89,8 @@ def test_all_ranks_are_kept_and_the_first_is_shown(output: Output, listener: Lis
     }  # fmt: skip
     assert listener.shown["out"] == b"out of 4\n"
     assert listener.shown["err"] in (b"err of 4torchrun\n", b"torchrun\nerr of 4")
-    assert output.last_words(4) is None
-    assert output.last_words(5) == f"the end of {folder / 'rank-00005.err'}:\n  err of 5"
+    assert output.stderr_tail(4) is None
+    assert output.stderr_tail(5) == f"the end of {folder / 'rank-00005.err'}:\n  err of 5"
 
 
 TRACEBACK = b"[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: a peer is gone\n"
@@ -213,7 +213,7 @@ def test_until_a_guard_is_made_all_ranks_are_shown(tmp_path: Path, listener: Lis
         ranks.write("rank-00000.out", b"a")
         ranks.write("rank-00001.out", b"b")
         wait_for(lambda: len(listener.shown["out"]) == 2)
-        assert output.last_words(1) is None
+        assert output.stderr_tail(1) is None
         made.append(True)
         ranks.write("rank-00001.out", b"c")
         ranks.write("rank-00000.out", b"d")

@@ -13,7 +13,7 @@ from rollback.facts.training import AttemptStarted
 from rollback.ring.url.urls import require_no_credentials, require_url
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.redaction import new_salt, redacted
-from rollback.supervisor.torchrun.start_conditions import conditions_of, differences, fingerprint
+from rollback.supervisor.torchrun.start_conditions import conditions_of, differences, job_digest
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_secret_is_not_in_a_start_on_record(tmp_path: Path, arguments: list[st
     job = LaunchedJob({}, str(tmp_path / "train.py"), arguments, secret_args=["house-number"])
     started = AttemptStarted(
         command=redacted(["torchrun", *arguments], job.secret_args), host="h", pid=1,
-        job=fingerprint(job, Settings(), new_salt()), **conditions_of(job, {}, new_salt()),
+        job=job_digest(job, Settings(), new_salt()), **conditions_of(job, {}, new_salt()),
     )  # fmt: skip
     assert "SESAME" not in started.model_dump_json()
 
@@ -82,9 +82,9 @@ def test_another_secret_than_at_the_last_start_is_told_without_being_told(tmp_pa
 
 def test_the_same_secret_is_the_same_job_and_another_one_is_another(tmp_path: Path) -> None:
     salt, jobs = new_salt(), [LaunchedJob({}, "train.py", ["--token", token]) for token in ("one", "one", "two")]
-    first, again, other = (fingerprint(job, Settings(), salt) for job in jobs)
+    first, again, other = (job_digest(job, Settings(), salt) for job in jobs)
     assert first == again != other
-    assert first != fingerprint(jobs[0], Settings(), new_salt())
+    assert first != job_digest(jobs[0], Settings(), new_salt())
 
 
 WRITES = """

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from test_exchange import LIMIT, store
 
-from rollback.checkpoints.fast_tier import last_account
-from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, FedMarks, MarkPiece
+from rollback.checkpoints.fast_tier import last_snapshot_result
+from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, LiveMarkCopies, MarkPiece
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.train.last_snapshot import stand_in
 from rollback.train.last_snapshot.hosts import YES, Hosts, HostsOfJob
@@ -30,10 +30,10 @@ def hosts(store: Any) -> Hosts:
     return Hosts(("127.0.0.1", store.port), "keys", (0, 2), 0)
 
 
-def fed(tier: SlotPaths, hosts: Hosts, keys: str = "keys") -> FedMarks:
+def fed(tier: SlotPaths, hosts: Hosts, keys: str = "keys") -> LiveMarkCopies:
     ranks = 2, 3
     job = HostsOfJob(place=hosts.place, keys=keys, hosts=(0, 2), own=2, ranks=ranks, attempt=1)
-    marks = FedMarks(tier, 1, ranks, job.model_dump_json().encode())
+    marks = LiveMarkCopies(tier, 1, ranks, job.model_dump_json().encode())
     marks.hear(CLOCK)
     return marks
 
@@ -94,13 +94,13 @@ def test_nobody_speaks_for_a_host_that_is_heard(
     fed(tier, hosts).close()
     asked, enough = iter([*heard, *[True] * 10]), threading.Event()
 
-    def is_fed(copied: CopiedMarks) -> bool:
+    def is_live(copied: CopiedMarks) -> bool:
         told = next(asked, None)
         if told is None:
             enough.set()
         return told is not False
 
-    monkeypatch.setattr(CopiedMarks, "is_fed", is_fed)
+    monkeypatch.setattr(CopiedMarks, "is_live", is_live)
     with speaking_for_lost_hosts(hosts, tier, LIMIT):
         assert enough.wait(LIMIT), spoken
     assert spoken == []
@@ -128,4 +128,4 @@ def test_where_nothing_is_copied_there_is_nobody_to_speak_for(
     with speaking_for_lost_hosts(hosts, tier, LIMIT):
         wait_for_threads()
     assert spoken == []
-    assert not last_account.read_accounts(CopiedMarks(tier, 1).marks)
+    assert not last_snapshot_result.read_results(CopiedMarks(tier, 1).marks)

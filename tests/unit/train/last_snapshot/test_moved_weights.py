@@ -8,7 +8,7 @@ from test_survivor import AT, TOY, keep, kept
 from toy import facts, train
 
 import rollback
-from rollback.checkpoints.fast_tier import last_account
+from rollback.checkpoints.fast_tier import last_snapshot_result
 from rollback.facts.training import NoLastSnapshot
 from rollback.train.snapshots.unseen_writes import FIRST_STEPS
 
@@ -45,9 +45,9 @@ def test_until_that_is_known_the_weights_themselves_are_compared(tmp_path: Path,
             weights_of(guard).data.mul_(1.5)
             keep(guard)
             weights_of(guard).data.copy_(before)
-            found.extend(last_account.read_accounts(guard._loop.last_snapshot._paths))
+            found.extend(last_snapshot_result.read_results(guard._loop.last_snapshot._paths))
 
-    found: list[last_account.LastAccount] = []
+    found: list[last_snapshot_result.LastSnapshotResult] = []
     train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=end)
     (account,) = found
     assert account.why_not == f"weights or optimizer are not those of step {position} any more"

@@ -29,9 +29,9 @@ from toy import Loop, Toy, facts, require_same, train
 
 import rollback
 from rollback.checkpoints import ring
-from rollback.checkpoints.fast_tier import end_marks, last_account, slots
+from rollback.checkpoints.fast_tier import end_marks, last_snapshot_result, slots
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, Hold, StepEnd
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.facts.training import Advice, NoLastSnapshot
@@ -92,16 +92,16 @@ def kept(
     act: Act,
     toy: Toy = TOY,
     at_each: Callable[[rollback.Guard | None, int], object] = lambda guard, position: None,
-) -> list[LastAccount]:
+) -> list[LastSnapshotResult]:
     """The accounts after `act` was called in the body of step AT. at_each: called in the body of each step."""
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
         at_each(guard, position)
         if position == AT and guard is not None:
             act(guard)
-            found.extend(last_account.read_accounts(guard._loop.last_snapshot._paths))
+            found.extend(last_snapshot_result.read_results(guard._loop.last_snapshot._paths))
 
-    found: list[LastAccount] = []
+    found: list[LastSnapshotResult] = []
     train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), run, hook=hook)
     return found
 
@@ -335,12 +335,12 @@ def test_nothing_is_kept_within_an_update(
 ) -> None:
     """Whether the parameters are about to change, or have changed and the step has not ended."""
     monkeypatch.setattr("rollback.train.last_snapshot.keeper._SETTLE", 0.05)
-    found: list[LastAccount] = []
+    found: list[LastSnapshotResult] = []
 
     def in_the_update(guard: rollback.Guard) -> None:
         def at_the_hook(*_: object) -> None:
             keep(guard)
-            found.extend(last_account.read_accounts(guard._loop.last_snapshot._paths))
+            found.extend(last_snapshot_result.read_results(guard._loop.last_snapshot._paths))
             handle.remove()
 
         optimizer = guard._loop.state.optimizer
@@ -405,10 +405,10 @@ def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
         if position == AT + 1 and guard is not None:
             ended.set()
             threads[0].join()
-            found.extend(last_account.read_accounts(guard._loop.last_snapshot._paths))
+            found.extend(last_snapshot_result.read_results(guard._loop.last_snapshot._paths))
 
     threads: list[threading.Thread] = []
-    found: list[LastAccount] = []
+    found: list[LastSnapshotResult] = []
     kept(tmp_path / "run", memory, act, at_each=at_each)
     (account,) = found
     assert (account.step, account.why_not) == (AT + 1, None)
@@ -537,7 +537,7 @@ def test_weights_that_were_exchanged_between_two_epochs_are_not_kept(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, differs: bool
 ) -> None:
     """torch does not count such writes."""
-    found: list[LastAccount] = []
+    found: list[LastSnapshotResult] = []
 
     def evaluate(loop: Loop) -> None:
         assert loop.guard is not None
@@ -547,7 +547,7 @@ def test_weights_that_were_exchanged_between_two_epochs_are_not_kept(
             weights.mul_(1.5 if differs else 1.0)
             keep(loop.guard)
             weights.copy_(before)
-            found.extend(last_account.read_accounts(loop.guard._loop.last_snapshot._paths))
+            found.extend(last_snapshot_result.read_results(loop.guard._loop.last_snapshot._paths))
 
     monkeypatch.setattr(Loop, "evaluate", evaluate)
     toy = TOY.but(samples=40, epochs=2, loop="rehearsed epochs", between=True)
@@ -742,7 +742,7 @@ def died_in_its_update(
     behind: Callable[[int], object] = lambda position: None,
     *,
     lives: bool = False,
-) -> LastAccount:
+) -> LastSnapshotResult:
     """The account of a rank that has come to the end of a step, where another one died behind the sum of its gradients.
 
     behind: what the script does behind each update. lives: that rank is there still, and does not move.
@@ -776,7 +776,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
 ) -> None:
     """Before and behind the work between two epochs. Only of the first of them there is an early mark."""
     monkeypatch.setattr("rollback.train.last_snapshot.keeper._SETTLE", 0.05)
-    found: list[LastAccount] = []
+    found: list[LastSnapshotResult] = []
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
@@ -798,7 +798,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
         kill(other)
         keep(guard)
         guard._loop.run.ranks.world_size = 1
-        found.extend(last_account.read_accounts(last._paths))
+        found.extend(last_snapshot_result.read_results(last._paths))
 
     toy = TOY.but(samples=40, epochs=2, loop="rehearsed epochs", between=True)
     train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from checkpoints import manifest_of, write_checkpoint
 from recorded_run import attached, incident, rollback_plan
 from rollback.checkpoints import pins, ring, tiers
-from rollback.checkpoints.fast_tier import end_marks, last_account, slots
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier import end_marks, last_snapshot_result, slots
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.config import SamplesFrom, Settings
 from rollback.environment import ENV_SUPERVISOR
@@ -251,9 +251,11 @@ def test_what_the_ranks_have_kept_is_taken_over_with_the_metrics_that_nobody_cou
     kept = {"attempt": 1, "reason": "rank 1 has died", "step": 40, "seconds": 0.5}
     line = partial(metric_line, loss=2.0, grad_norm=None, verdict="healthy", attempt=1, timeline=0)
     rows = [line(step=step, batch=step) for step in (38, 39)]
-    last_account.write_account(marks, LastAccount(rank=0, checkpoint=C2, metrics=tuple(rows), tier="fast", **kept))
-    last_account.write_account(marks, LastAccount(rank=1, checkpoint=C1, tier="durable", **kept))
-    last_account.write_account(marks, LastAccount(rank=2, checkpoint=None, why_not="no time", **kept))
+    last_snapshot_result.write_result(
+        marks, LastSnapshotResult(rank=0, checkpoint=C2, metrics=tuple(rows), tier="fast", **kept)
+    )
+    last_snapshot_result.write_result(marks, LastSnapshotResult(rank=1, checkpoint=C1, tier="durable", **kept))
+    last_snapshot_result.write_result(marks, LastSnapshotResult(rank=2, checkpoint=None, why_not="no time", **kept))
     take_over_last_snapshot(paths, record.history, manifest_of(2, 40), record)
     assert healthy_until(paths, record.history, manifest_of(2, 40), record) == 2, "they count for what is on probation"
     made = LastSnapshotMade(reason="rank 1 has died", checkpoint=C2, step=40, rank=0, seconds=0.5)

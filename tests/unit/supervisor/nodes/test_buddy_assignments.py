@@ -13,25 +13,25 @@ from waiting import wait_for
 
 from checkpoints import manifest_of
 from rollback.checkpoints import tiers
-from rollback.checkpoints.fast_tier import end_marks, last_account, slots
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier import end_marks, last_snapshot_result, slots
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.format.manifest import ShardRecord
 from rollback.facts.training import Committed, Fact, NoBuddyCopy, NoLastSnapshot, PartBroughtBack
-from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
+from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.supervisor import supervise
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.last_snapshot import forget_last_snapshot, kept_on_host
-from rollback.supervisor.nodes.copies import Copies, addresses
+from rollback.supervisor.diagnosis.outcome import HostOutcome
+from rollback.supervisor.last_snapshot import forget_last_snapshot, last_snapshot_on_host
+from rollback.supervisor.nodes.buddy_assignments import BuddyAssignments, addresses
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 
 SOON = 20.0
 IDENTITY = new_identity(JobIdentity(world_size=2, model=[], optimizer={}, objects=[], data={}))
@@ -79,12 +79,12 @@ def test_nodes_that_share_a_host_keep_no_copies(members: dict[str, tuple[str, st
 def test_the_secret_is_new_at_each_gathering_and_a_record_says_what_may_be_brought_back(
     paths: RunPaths, buddy: Buddy
 ) -> None:
-    copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
-    first, second = copies.get_ready(), copies.get_ready()
+    assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
+    first, second = assignments.get_ready(), assignments.get_ready()
     assert first is not None
     assert second is not None
     assert first.secret != second.secret
-    arranged = copies.arrange(second, ("node-0", "node-1"), [report(), report(2)])
+    arranged = assignments.arrange(second, ("node-0", "node-1"), [report(), report(2)])
     assert arranged == second.model_copy(update={"addresses": (buddy.address, "h1:7")}), "the run begins"
     write_identity(paths, IDENTITY)
     paths.train_journal.parent.mkdir()
@@ -93,7 +93,7 @@ def test_the_secret_is_new_at_each_gathering_and_a_record_says_what_may_be_broug
         name = f"c{seq:06d}-s{20 * seq:08d}"
         journal.append(Committed(checkpoint=name, step=20 * seq, batch=40, timeline=0, bytes=1, seconds=0.1))
     journal.close()
-    arranged = copies.arrange(second, ("node-1", "node-0"), [report()])
+    arranged = assignments.arrange(second, ("node-1", "node-0"), [report()])
     assert arranged is not None
     assert arranged.run == IDENTITY.run_id
     assert arranged.wanted == ("c000002-s00000040", "c000001-s00000020")
@@ -102,20 +102,20 @@ def test_the_secret_is_new_at_each_gathering_and_a_record_says_what_may_be_broug
 
 def test_without_replicas_there_is_nothing(paths: RunPaths) -> None:
     noted: list[Fact] = []
-    copies = Copies(paths, place(), None, noted.append, lambda line: None)
-    assert copies.get_ready() is None
-    assert copies.arrange(None, ("node-0", "node-1"), [report()]) is None
-    copies.begin(0, None, lambda: False)
-    copies.look(1, [report(attempt=1)])
-    copies.rest()
+    assignments = BuddyAssignments(paths, place(), None, noted.append, lambda line: None)
+    assert assignments.get_ready() is None
+    assert assignments.arrange(None, ("node-0", "node-1"), [report()]) is None
+    assignments.begin(0, None, lambda: False)
+    assignments.look(1, [report(attempt=1)])
+    assignments.rest()
     assert noted == []
 
 
 def test_a_reason_is_journalled_when_it_comes_and_when_it_goes(paths: RunPaths, buddy: Buddy) -> None:
     noted: list[Fact] = []
-    copies = Copies(paths, place(), buddy, noted.append, lambda line: None)
+    assignments = BuddyAssignments(paths, place(), buddy, noted.append, lambda line: None)
     for reason in (None, "no room", "no room", None, None):
-        copies.look(
+        assignments.look(
             3, [report(attempt=3, uncopied=reason), report(2, attempt=2, uncopied="of an earlier attempt"), None]
         )
     assert noted == [NoBuddyCopy(node="node-1", reason="no room"), NoBuddyCopy(node="node-1", reason=None)]
@@ -131,14 +131,14 @@ def test_a_part_is_journalled_once_and_in_the_attempt_that_it_came_for(
     noted: list[Fact] = []
     own = BROUGHT.model_copy(update={"node": "node-0"})
     monkeypatch.setattr(buddy, "begin", lambda seat, buddies, given_up: own)
-    copies = Copies(paths, place(), buddy, noted.append, lambda line: None)
-    copies.begin(0, None, lambda: False)
+    assignments = BuddyAssignments(paths, place(), buddy, noted.append, lambda line: None)
+    assignments.begin(0, None, lambda: False)
     assert noted == [], "the attempt has not begun on the record"
     for _ in range(2):
-        copies.look(2, [report(attempt=2, brought_back=BROUGHT)])
+        assignments.look(2, [report(attempt=2, brought_back=BROUGHT)])
     assert noted == [BROUGHT, own]
-    copies.rest()
-    copies.look(3, [])
+    assignments.rest()
+    assignments.look(3, [])
     assert noted == [BROUGHT, own]
 
 
@@ -151,7 +151,7 @@ def test_nodes_know_the_secret_before_any_of_them_starts_and_nobody_does_behind_
 
     def look() -> bool:
         """Called while nodes are waited for: the other one comes once it knows the secret."""
-        orders = Orders.model_validate_json(paths.nodes.joinpath("orders.json").read_bytes().split(b"\n")[0])
+        orders = LeaderOrders.model_validate_json(paths.nodes.joinpath("orders.json").read_bytes().split(b"\n")[0])
         seen.append(orders.buddies)
         if orders.buddies is not None and orders.buddies.secret == buddy._server.secret:
             other = report(leader=orders.leader, attempt=1)
@@ -162,11 +162,11 @@ def test_nodes_know_the_secret_before_any_of_them_starts_and_nobody_does_behind_
         assert leader.gather(1, look)
         assert seen[0] is not None
         assert seen[0].addresses == ()
-        assert leader._beacon.record.buddies == seen[0].model_copy(update={"addresses": (buddy.address, "h1:7")})
-        leader.left(Left(status=1))
+        assert leader._publisher.record.buddies == seen[0].model_copy(update={"addresses": (buddy.address, "h1:7")})
+        leader.left(HostOutcome(status=1))
         assert buddy._server.secret == ""
     finally:
-        leader._beacon.put_out()
+        leader._publisher.stop()
 
 
 class RankThatEnds:
@@ -181,9 +181,9 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
     paths: RunPaths, buddy: Buddy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buddies = Buddies(secret="5" * 64)
-    leads = Beacon(
+    leads = RecordPublisher(
         SharedDirectory(paths.nodes), "orders.json",
-        Orders(leader="a:1", host="a", pid=1, attempt=1, buddies=buddies), lambda line: None,
+        LeaderOrders(leader="a:1", host="a", pid=1, attempt=1, buddies=buddies), lambda line: None,
     )  # fmt: skip
     own, told = place(), paths.node("node-0")
     seen: list[object] = []
@@ -214,7 +214,7 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
     monkeypatch.setattr(buddy, "get_ready", get_ready)
     monkeypatch.setattr(buddy, "begin", begin)
     host = SimpleNamespace(
-        end_leftovers=lambda say: None, attempt=attempt, left=lambda status, running: Left(status=status),
+        end_leftovers=lambda say: None, attempt=attempt, left=lambda status, running: HostOutcome(status=status),
         output=SimpleNamespace(release=lambda: None),
     )  # fmt: skip
     meeting = SimpleNamespace(
@@ -236,7 +236,7 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
     finally:
         leads.show(phase="over", result=RunResult(exit_code=0, reason="done"))
         thread.join(SOON)
-        leads.put_out()
+        leads.stop()
     assert not thread.is_alive()
 
 
@@ -298,32 +298,36 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     tier.slot(90).mkdir(0o700)
     slots.commit(tier, 90, kept)
     assert [place.name for place in tiers.in_slots(paths)] == [kept.name]
-    assert kept_on_host(paths) is None, "nobody has told of it"
+    assert last_snapshot_on_host(paths) is None, "nobody has told of it"
     for rank, checkpoint in enumerate((kept.name, lost.name, None)):
-        last_account.write_account(marks, LastAccount(attempt=1, rank=rank, reason="a rank", checkpoint=checkpoint))
-    here = kept_on_host(paths)
+        last_snapshot_result.write_result(
+            marks, LastSnapshotResult(attempt=1, rank=rank, reason="a rank", checkpoint=checkpoint)
+        )
+    here = last_snapshot_on_host(paths)
     assert here is not None
     assert (here.attempt, here.checkpoint) == (1, kept.name), "the other one was taken back"
-    assert kept_on_host(paths, 2) is None, "a later attempt has begun elsewhere"
+    assert last_snapshot_on_host(paths, 2) is None, "a later attempt has begun elsewhere"
     journal = Journal(paths.train_journal, 1)
     journal.append(NoLastSnapshot(reason="a test"))
     journal.close()
-    copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
-    arranged = copies.arrange(copies.get_ready(), ("node-0", "node-1"), [report()])
+    assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
+    arranged = assignments.arrange(assignments.get_ready(), ("node-0", "node-1"), [report()])
     assert arranged is not None
     assert arranged.wanted == (kept.name,)
     slots.discard(tier, 90)
-    gone = kept_on_host(paths)
+    gone = last_snapshot_on_host(paths)
     assert gone is not None
     assert (gone.checkpoint, gone.step) == (None, None)
     forget_last_snapshot(paths, 2)
-    assert kept_on_host(paths) == gone
+    assert last_snapshot_on_host(paths) == gone
     forget_last_snapshot(paths, 1)
-    assert kept_on_host(paths) is None, "another attempt of that number begins, as after a leader that was lost"
+    assert last_snapshot_on_host(paths) is None, (
+        "another attempt of that number begins, as after a leader that was lost"
+    )
     end_marks.prepare(marks)
-    last_account.write_account(marks, LastAccount(attempt=1, rank=0, reason="a rank"))
+    last_snapshot_result.write_result(marks, LastSnapshotResult(attempt=1, rank=0, reason="a rank"))
     end_marks.prepare(marks)
-    assert kept_on_host(paths) is None, "another attempt has begun"
+    assert last_snapshot_on_host(paths) is None, "another attempt has begun"
 
 
 def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_have_kept(
@@ -334,11 +338,11 @@ def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_
     journal = Journal(paths.train_journal, 3)
     journal.append(NoLastSnapshot(reason="a test"))
     journal.close()
-    copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
+    assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
 
-    def wanted(*kept: LastAccount | None) -> tuple[str, ...]:
+    def wanted(*kept: LastSnapshotResult | None) -> tuple[str, ...]:
         reports = [report(kept=each) for each in kept]
-        arranged = copies.arrange(copies.get_ready(), ("node-0", "node-1"), reports)
+        arranged = assignments.arrange(assignments.get_ready(), ("node-0", "node-1"), reports)
         assert arranged is not None
         return arranged.wanted
 
@@ -346,8 +350,8 @@ def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_
     assert wanted(kept_by(2, "c000007-s00000007")) == (), "another attempt has begun since"
 
 
-def kept_by(attempt: int, checkpoint: str | None) -> LastAccount:
-    return LastAccount(
+def kept_by(attempt: int, checkpoint: str | None) -> LastSnapshotResult:
+    return LastSnapshotResult(
         attempt=attempt, reason="a rank is gone", checkpoint=checkpoint, step=7 if checkpoint else None, rank=0,
         seconds=0.1, why_not=None, furthest=7,
     )  # fmt: skip

@@ -26,7 +26,7 @@ class HandedOver(NamedTuple):
 _NOTHING = HandedOver()
 
 
-def write_elsewhere(
+def write_record_location(
     paths: RunPaths, host: str, directory: str, say: Callable[[str], None], *, has: HandedOver = _NOTHING
 ) -> None:
     """Write down where the record is, and what it has of this host's files."""
@@ -37,13 +37,13 @@ def write_elsewhere(
         say(f"writing {paths.record_elsewhere} failed ({error})")
 
 
-def forget_elsewhere(paths: RunPaths) -> None:
+def forget_record_location(paths: RunPaths) -> None:
     """The record is here from now on."""
     with contextlib.suppress(OSError):
         files.unlink(paths.record_elsewhere)
 
 
-def read_elsewhere(paths: RunPaths) -> tuple[str, str] | None:
+def read_record_location(paths: RunPaths) -> tuple[str, str] | None:
     """Host and directory of the record; None: it is here, or nobody knows.
 
     A host that followed after it had led has an old record, too. What is written to last counts.

@@ -1,4 +1,4 @@
-"""A host's part in filling the durable ring, where a process on another host fills it: see `hosts`."""
+"""A host's part in filling the durable ring, where a process on another host fills it: see `copy_requests`."""
 
 import contextlib
 import threading
@@ -18,11 +18,11 @@ from rollback.errors import (
 from rollback.facts import training as facts
 from rollback.facts.ending import EndedTogether
 from rollback.facts.history import in_durable_ring
-from rollback.ring.hosts import HostPart, Wanted, tidy
+from rollback.ring.copy_requests import CopyReport, CopyRequest, tidy
 from rollback.ring.in_run import copy_shard
 from rollback.ring.url.ring import own_files, put_checkpoint_file
 from rollback.ring.url.store import Store
-from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
+from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, Transport
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
@@ -33,7 +33,7 @@ _POLL = 0.2
 _MOMENT = 5.0
 
 
-class Helper:
+class ShardCopier:
     """A thread that copies the wanted shards out of this host's slots. It runs in the supervisor of a following node;
     without supervisors, in the first rank of each host other than rank 0's. `close` it.
 
@@ -54,13 +54,13 @@ class Helper:
     ) -> None:
         self._paths, self._host, self._say, self._ring, self._waits = paths, host, say, ring, waits
         self._transport: Transport = transport or SharedDirectory(paths.nodes)
-        self._tower = Watchtower(self._transport, paths.wanted.name, Wanted)
-        self._beacon: Beacon[HostPart] | None = None
+        self._watcher = RecordWatcher(self._transport, paths.wanted.name, CopyRequest)
+        self._publisher: RecordPublisher[CopyReport] | None = None
         self._store: Store | None = None
         self._served = ""
         self._met = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rollback-helper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollback-shard-copier", daemon=True)
 
     def start(self) -> None:
         """Raises RollbackError where no thread can be made."""
@@ -113,21 +113,21 @@ class Helper:
                     self._say(f"copying this host's part of a checkpoint: {message_of(error)}")
                     self._ended.wait(5.0)
         finally:
-            self._put_out()
+            self._stop_publishing()
 
     def _turn(self) -> None:
         wanted = self._wanted()
         if wanted is None or not wanted.order:
-            self._put_out()
+            self._stop_publishing()
         elif wanted.order != self._served:
-            if self._beacon is None:
+            if self._publisher is None:
                 name = self._paths.part(self._host).name
-                self._beacon = Beacon(self._transport, name, HostPart(order=wanted.order), self._say)
+                self._publisher = RecordPublisher(self._transport, name, CopyReport(order=wanted.order), self._say)
             self._served = wanted.order
-            self._beacon.show(order=wanted.order, shards=(), done=(), fault=None, final=False, left=False)
-            self._serve(wanted, self._beacon)
+            self._publisher.show(order=wanted.order, shards=(), done=(), fault=None, final=False, left=False)
+            self._serve(wanted, self._publisher)
 
-    def _serve(self, wanted: Wanted, beacon: Beacon[HostPart]) -> None:
+    def _serve(self, wanted: CopyRequest, publisher: RecordPublisher[CopyReport]) -> None:
         try:
             if tiers.fast_tier_of(self._paths) is None:
                 raise RingUnavailable(f"there is no fast tier on {self._host}")  # its ranks may be about to make it
@@ -137,22 +137,22 @@ class Helper:
                 raise CheckpointDamaged(f"{wanted.name} has another manifest in the slots of {self._host}")
             if place is None:
                 raise CheckpointLeft(f"{wanted.name} is not, or no longer, in the slots of {self._host}")
-            with tiers.held(place) as let_go:
+            with tiers.hold_slot(place) as let_go:
                 shards = place.manifest.shards
                 own = tuple(rank for rank in wanted.shards if (place.directory / shards[rank].file).exists())
-                beacon.show(shards=own)
+                publisher.show(shards=own)
                 for file in self._files(wanted, place.manifest, own):
                     if self._ended.is_set() or (now := self._wanted()) is None or now.order != wanted.order:
                         return
                     self._copy(wanted, file, place, let_go)
-                    beacon.show(done=(*beacon.record.done, *file.shards))
+                    publisher.show(done=(*publisher.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
             text = message_of(error)
             final, left = isinstance(error, CheckpointUnusable | IndexError), isinstance(error, CheckpointLeft)
-            beacon.show(fault=f"{self._host}: {text}", final=final, left=left)
+            publisher.show(fault=f"{self._host}: {text}", final=final, left=left)
 
     @staticmethod
-    def _files(wanted: Wanted, manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:
+    def _files(wanted: CopyRequest, manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:
         """What this host writes: at a URL whole files, in the run directory its shards in them, one after the other."""
         if wanted.ring is not None:
             return own_files(manifest, own)
@@ -160,7 +160,7 @@ class Helper:
         return [CheckpointFile(shards[rank].file, {rank: shards[rank]}) for rank in own]
 
     def _copy(
-        self, wanted: Wanted, file: CheckpointFile, place: tiers.Located, let_go: Callable[[], None]
+        self, wanted: CopyRequest, file: CheckpointFile, place: tiers.Located, let_go: Callable[[], None]
     ) -> None:  # fmt: skip
         if self._ring is not None and wanted.ring != self._ring.rstrip("/"):
             raise CheckpointDamaged(f"a copy to {wanted.ring} is wanted, and the ring of this host is {self._ring}")
@@ -180,12 +180,12 @@ class Helper:
         copy_shard(source, temporary, shard)
         files.rename(temporary, arriving / file.name)
 
-    def _wanted(self) -> Wanted | None:
-        wanted = self._tower.look().get(self._paths.wanted.name) if not self._waits() else None
+    def _wanted(self) -> CopyRequest | None:
+        wanted = self._watcher.look().get(self._paths.wanted.name) if not self._waits() else None
         self._met |= wanted is not None
         return wanted
 
-    def _put_out(self) -> None:
-        beacon, self._beacon = self._beacon, None
-        if beacon is not None:
-            beacon.put_out()
+    def _stop_publishing(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.stop()

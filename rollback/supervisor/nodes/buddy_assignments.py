@@ -4,7 +4,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.resume import on_record
 from rollback.facts.training import Fact, NoBuddyCopy, PartBroughtBack
 from rollback.rundir.identity import read_identity
@@ -12,14 +12,14 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.last_snapshot import kept_on_host
+from rollback.supervisor.last_snapshot import last_snapshot_on_host
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport
 
 _WANTED = 16  # checkpoints: a buddy has the newest, the one before, or behind a rollback an older one
 
 
-class Copies:
+class BuddyAssignments:
     """buddy: of the leader's own host; None: no copies are wanted, and nothing happens here."""
 
     def __init__(
@@ -55,7 +55,8 @@ class Copies:
         members[self._place.name] = (self._place.host, self._buddy.address)
         identity, history = read_identity(self._paths), fold_journal(self._paths.train_journal).history
         newest = on_record(history, history.committed)[::-1][:_WANTED]
-        kept = (kept_on_host(self._paths), *(report.kept for report in there))  # a new leader's host may have nothing
+        # A new leader's host may have nothing.
+        kept = (last_snapshot_on_host(self._paths), *(report.kept for report in there))
         return buddies.model_copy(
             update={
                 "run": identity.run_id if identity is not None else "",
@@ -94,7 +95,7 @@ class Copies:
             self._buddy.rest()
 
 
-def _last_snapshots(hosts: Iterable[LastAccount | None], attempt: int) -> list[str]:
+def _last_snapshots(hosts: Iterable[LastSnapshotResult | None], attempt: int) -> list[str]:
     """What the ranks of an attempt have kept at its end, on any host. Pure.
 
     attempt: the newest one that has journalled anything. The next one journals what is kept of it; what an earlier one

@@ -1,4 +1,4 @@
-"""Accounts: what each rank made of the last snapshot, for the supervisor and the next start. A supervisor makes one of
+"""What each rank made of the last snapshot, for the supervisor and the next start. A supervisor makes one of
 those of its host, and the leader one of those of all hosts.
 
 They lie beside the end marks (`end_marks`), and the next attempt removes them.
@@ -17,7 +17,7 @@ from rollback.system.small_json import sound_model
 _LIMIT = 4 << 20
 
 
-class LastAccount(BaseModel, frozen=True):
+class LastSnapshotResult(BaseModel, frozen=True):
     """What a rank, or the ranks of one host or of all hosts, made of the last snapshot of an attempt."""
 
     attempt: int
@@ -51,25 +51,25 @@ class LastAccount(BaseModel, frozen=True):
         )  # fmt: skip
 
 
-def merged_accounts(hosts: Iterable[LastAccount | None]) -> LastAccount | None:
-    """One account of those of all hosts: a checkpoint that one of them tells of is on all. Else the first says why."""
+def merged_results(hosts: Iterable[LastSnapshotResult | None]) -> LastSnapshotResult | None:
+    """One result of those of all hosts: a checkpoint that one of them tells of is on all. Else the first says why."""
     told = sorted((host for host in hosts if host is not None), key=lambda host: host.checkpoint is None)
     ends = [host.furthest for host in told if host.furthest is not None]
     return told[0].model_copy(update={"furthest": max(ends, default=None)}) if told else None
 
 
-def write_account(paths: EndMarkPaths, account: LastAccount) -> None:
+def write_result(paths: EndMarkPaths, result: LastSnapshotResult) -> None:
     """Raises OSError."""
-    write_file(paths.account(account.rank), account.model_dump_json().encode(), durable=False)
+    write_file(paths.account(result.rank), result.model_dump_json().encode(), durable=False)
 
 
-def read_accounts(paths: EndMarkPaths, attempt: int | None = None) -> list[LastAccount]:
+def read_results(paths: EndMarkPaths, attempt: int | None = None) -> list[LastSnapshotResult]:
     """What the ranks made of the last snapshot of an attempt (default: of the newest), by rank."""
-    found = [sound_model(path, LastAccount, _LIMIT) for path in sorted(paths.root.glob("account-*"))]
-    return [account for account in found if account is not None and attempt in (None, account.attempt)]
+    found = [sound_model(path, LastSnapshotResult, _LIMIT) for path in sorted(paths.root.glob("account-*"))]
+    return [result for result in found if result is not None and attempt in (None, result.attempt)]
 
 
-def forget_accounts(paths: EndMarkPaths, attempt: int) -> None:
+def forget_results(paths: EndMarkPaths, attempt: int) -> None:
     """Remove those of an attempt of this number. Raises OSError."""
-    for account in read_accounts(paths, attempt):
-        files.unlink(paths.account(account.rank))
+    for result in read_results(paths, attempt):
+        files.unlink(paths.account(result.rank))

@@ -19,14 +19,14 @@ from pydantic import BaseModel
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import CheckpointDamaged, CheckpointLeft, RingUnavailable
-from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
+from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, Transport
 from rollback.rundir.paths import RunPaths, has_packs
 
 _POLL = 0.1
 PATIENCE = 30.0  # seconds in which some living host must say that it has a shard
 
 
-class Wanted(BaseModel, frozen=True):
+class CopyRequest(BaseModel, frozen=True):
     """nodes/wanted.json."""
 
     order: str = ""
@@ -39,7 +39,7 @@ class Wanted(BaseModel, frozen=True):
     beat: int = 0
 
 
-class HostPart(BaseModel, frozen=True):
+class CopyReport(BaseModel, frozen=True):
     """nodes/part-NAME.json."""
 
     order: str
@@ -55,19 +55,19 @@ class HostPart(BaseModel, frozen=True):
     beat: int = 0
 
 
-def unclaimed(wanted: Collection[int], done: Collection[int], parts: Iterable[HostPart]) -> list[int]:
+def unclaimed(wanted: Collection[int], done: Collection[int], parts: Iterable[CopyReport]) -> list[int]:
     """The shards that are not in the ring and that no living host has claimed. Empty, and nothing `under_way`: all are
     there."""
     return sorted({*wanted} - {*done} - {number for part in parts for number in part.shards})
 
 
-def under_way(parts: Iterable[HostPart]) -> bool:
+def under_way(parts: Iterable[CopyReport]) -> bool:
     """Whether a living host has not yet copied all shards that it claimed."""
     return any(part.fault is None and not {*part.shards} <= {*part.done} for part in parts)
 
 
 @dataclass
-class Shares:
+class ShardShares:
     """Which host copies which shards of one checkpoint."""
 
     own: tuple[int, ...]
@@ -79,7 +79,7 @@ class Shares:
         return [self.own, *sorted(self.others)]
 
 
-class Others:
+class CopyingHosts:
     """The other hosts that copy their parts of a checkpoint, seen from the process that fills the ring.
 
     ring: the URL that is filled, None for RUN/ring. say: takes a line for people (default: nothing). transport: reaches
@@ -96,18 +96,18 @@ class Others:
     ) -> None:
         self._paths, self._ring, self._say = paths, ring, say
         self._transport: Transport = transport or SharedDirectory(paths.nodes)
-        self._beacon: Beacon[Wanted] | None = None
-        self._tower = Watchtower(self._transport, "part-*.json", HostPart)
+        self._publisher: RecordPublisher[CopyRequest] | None = None
+        self._watcher = RecordWatcher(self._transport, "part-*.json", CopyReport)
         self._given_up = threading.Event()
         self._orders = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
 
     def meet(self) -> None:
         """Publish that a process fills the ring, where there are other hosts. Raises OSError, RollbackError."""
-        if self._beacon is None and tiers.host_count(self._paths) > 1:
-            self._beacon = Beacon(self._transport, self._paths.wanted.name, Wanted(), self._say)
+        if self._publisher is None and tiers.host_count(self._paths) > 1:
+            self._publisher = RecordPublisher(self._transport, self._paths.wanted.name, CopyRequest(), self._say)
 
     @contextlib.contextmanager
-    def copying(self, manifest: Manifest, directory: Path, *, into_run: bool = False) -> Iterator[Shares]:
+    def copying(self, manifest: Manifest, directory: Path, *, into_run: bool = False) -> Iterator[ShardShares]:
         """The other hosts copy their shards of a checkpoint while the body copies the shards of this host. After the
         body, all shards are at their target: the ring that is filled, or the run directory's ring.
 
@@ -116,13 +116,13 @@ class Others:
         self.meet()
         here = tuple(number for number, shard in enumerate(manifest.shards) if (directory / shard.file).exists())
         wanted = tuple(sorted({*range(len(manifest.shards))} - {*here}))
-        if self._beacon is None or not wanted:
-            yield Shares(tuple(range(len(manifest.shards))))
+        if self._publisher is None or not wanted:
+            yield ShardShares(tuple(range(len(manifest.shards))))
             return
         order = next(self._orders)
         ring = None if into_run else self._ring
-        self._beacon.show(order=order, name=manifest.name, content=manifest.content, shards=wanted, ring=ring)
-        shares = Shares(here)
+        self._publisher.show(order=order, name=manifest.name, content=manifest.content, shards=wanted, ring=ring)
+        shares = ShardShares(here)
         try:
             yield shares
             shares.others = self._wait(order, manifest.name, wanted)
@@ -130,16 +130,16 @@ class Others:
             if ring is not None and has_packs(len(manifest.shards)) and sum(map(len, shares.others)) > len(wanted):
                 raise RingUnavailable(f"two hosts say that they have the same shard of {manifest.name}")
         finally:
-            self._beacon.show(order="", name="", content="", shards=(), ring=None)
+            self._publisher.show(order="", name="", content="", shards=(), ring=None)
 
     def give_up(self) -> None:
         self._given_up.set()
 
     def close(self) -> None:
         """Publish that nothing more is wanted."""
-        beacon, self._beacon = self._beacon, None
-        if beacon is not None:
-            beacon.put_out()
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.stop()
             tidy(self._paths)
 
     def _wait(self, order: str, name: str, wanted: Collection[int]) -> frozenset[tuple[int, ...]]:
@@ -148,7 +148,7 @@ class Others:
         shares: set[tuple[int, ...]] = set()
         since = time.monotonic()  # all shards were with somebody
         while True:
-            parts = [part for part in self._tower.look().values() if part.order == order]
+            parts = [part for part in self._watcher.look().values() if part.order == order]
             done |= {number for part in parts for number in part.done}
             shares |= {part.shards for part in parts if part.shards}
             if failed := next((part for part in parts if part.fault is not None), None):

@@ -121,8 +121,8 @@ class SharedDirectory:
             return [*self._last[pattern][1]] if pattern in self._last else []
 
 
-class Beacon(Generic[_Record]):
-    """Keeps a record visible until `put_out`. Its thread rewrites the record, so it stays fresh while other work takes
+class RecordPublisher(Generic[_Record]):
+    """Keeps a record visible until `stop`. Its thread rewrites the record, so it stays fresh while other work takes
     time.
 
     Records have a field `beat`, which counts the writes.
@@ -137,7 +137,7 @@ class Beacon(Generic[_Record]):
         self.failing = False
         self._guard = threading.Lock()
         self._out = threading.Event()
-        self._thread = threading.Thread(target=self._keep_burning, name="rollback-beacon", daemon=True)
+        self._thread = threading.Thread(target=self._keep_visible, name="rollback-publisher", daemon=True)
         with self._guard:  # the thread comes first: where there is none, nothing is shown that would grow stale
             start_thread(self._thread)
             self._write()
@@ -151,7 +151,7 @@ class Beacon(Generic[_Record]):
             self.record = changed
             self._write()
 
-    def put_out(self, *, remove: bool = True) -> None:
+    def stop(self, *, remove: bool = True) -> None:
         """Write no more; with `remove`, show the record no more either. Where the disk refuses, it falls silent."""
         self._out.set()
         self._thread.join()
@@ -159,7 +159,7 @@ class Beacon(Generic[_Record]):
             with contextlib.suppress(OSError):
                 self._transport.remove(self._name)
 
-    def _keep_burning(self) -> None:
+    def _keep_visible(self) -> None:
         while not self._out.wait(self._transport.every):
             with self._guard:
                 self._write()
@@ -198,10 +198,10 @@ def read_in_place(path: Path) -> bytes:
     return body
 
 
-class Watchtower(Generic[_Record]):
+class RecordWatcher(Generic[_Record]):
     """Reads the records whose names match a pattern, and knows which of them still change.
 
-    blind: whether silence means nothing at present, because this host's own writes fail.
+    writes_fail: whether silence means nothing at present, because this host's own writes fail.
     """
 
     def __init__(
@@ -210,20 +210,20 @@ class Watchtower(Generic[_Record]):
         pattern: str,
         model: type[_Record],
         clock: Callable[[], float] = time.monotonic,
-        blind: Callable[[], bool] = lambda: False,
+        writes_fail: Callable[[], bool] = lambda: False,
     ) -> None:
         self._transport, self._pattern, self._model, self._clock = transport, pattern, model, clock
-        self._blind = blind
+        self._writes_fail = writes_fail
         self._seen: dict[str, tuple[bytes, float, _Record]] = {}
 
     def look(self) -> dict[str, _Record]:
         """The readable records by name, without those that have fallen silent."""
-        found, now, blind = {}, self._clock(), self._blind()
+        found, now, writes_fail = {}, self._clock(), self._writes_fail()
         for name, content in self._transport.read(self._pattern).items():
             body, since, record = self._of(name, content, now)
             if record is None:
                 continue
-            since = now if blind else since
+            since = now if writes_fail else since
             self._seen[name] = body, since, record
             if now - since < SILENT_AFTER:
                 found[name] = record
