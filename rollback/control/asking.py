@@ -22,7 +22,8 @@ from rollback.facts.training import Answered, RequestKind, Window
 from rollback.inspect.document import Document
 from rollback.inspect.record.reading import require_run_directory
 from rollback.inspect.ring.checkpoints import has_memory_elsewhere, read_held
-from rollback.inspect.status.status import RunStatus, read_status
+from rollback.inspect.status.report import RunStatus
+from rollback.inspect.status.status import read_status
 from rollback.rundir import requests
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.lock import launch_of

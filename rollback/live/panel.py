@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollback.inspect.status.status import Durable, RunStatus, Work
+from rollback.inspect.status.report import Durable, RunStatus, Work
 from rollback.rundir.metrics.metric_lines import Metric
 from rollback.terminal.curve import Curve, draw, extent
 from rollback.terminal.messages import printable

@@ -7,7 +7,8 @@ from rich.panel import Panel
 
 from rollback.errors import RollbackError
 from rollback.facts.training import JournalEntry
-from rollback.inspect.status.status import RunStatus, StatusReader
+from rollback.inspect.status.report import RunStatus
+from rollback.inspect.status.status import StatusReader
 from rollback.live.panel import Curves, panel
 from rollback.rundir.metrics.metric_lines import MetricTail
 from rollback.rundir.paths import RunPaths

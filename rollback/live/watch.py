@@ -11,7 +11,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from rollback.inspect.status.status import RunStatus
+from rollback.inspect.status.report import RunStatus
 from rollback.live.fact_lines import line_of
 from rollback.live.view import EVERY, View
 from rollback.terminal.canvas import Canvas

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from rollback.inspect.status.status import Durable, RunStatus
+from rollback.inspect.status.report import Durable, RunStatus
 from rollback.terminal.escape import quoted
 from rollback.terminal.quantities import at_least, duration, number, restores_in_words, steps_or_unknown
 from rollback.terminal.rows import print_rows

@@ -17,7 +17,8 @@ from rollback.inspect.document import Document, ReportItem, fields_of
 from rollback.inspect.record.cost import Death
 from rollback.inspect.record.ending import NO_END
 from rollback.inspect.record.reading import NODES_IN_WORDS, REMARKS, REMARKS_IN_WORDS, by_attempt
-from rollback.inspect.status.status import RunStatus, StatusReader
+from rollback.inspect.status.report import RunStatus
+from rollback.inspect.status.status import StatusReader
 from rollback.rundir.failures import FailureRecord, in_order_of_blame, read_failures
 from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import last_fact, of_kind

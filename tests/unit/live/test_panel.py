@@ -30,7 +30,8 @@ from rollback.facts.training import (
     RestartScheduled,
     Restored,
 )
-from rollback.inspect.status.status import RunStatus, StatusReader, read_status
+from rollback.inspect.status.report import RunStatus
+from rollback.inspect.status.status import StatusReader, read_status
 from rollback.live.fact_lines import line_of
 from rollback.live.panel import Curves, panel
 from rollback.live.panel_screen import PanelScreen, above

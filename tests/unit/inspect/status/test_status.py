@@ -21,7 +21,8 @@ from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.record.ending import NO_END
 from rollback.inspect.status import status as status_module
-from rollback.inspect.status.status import RunStatus, StatusReader, read_status
+from rollback.inspect.status.report import RunStatus
+from rollback.inspect.status.status import StatusReader, read_status
 from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.journal import journal_index
 from rollback.rundir.journal.folded_journal import fold_journal
