@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, EndMarkPaths, Hold, StepEnd
 from rollback.train.last_snapshot.device import NoDevice
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next, split
-from rollback.train.last_snapshot.write import NotProved
 from rollback.train.updates.backward import BackwardWatch
 
 TRIED = 3

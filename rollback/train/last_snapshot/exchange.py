@@ -31,7 +31,8 @@ from rollback.train.last_snapshot.agreement import (
 )
 from rollback.train.last_snapshot.hosts import YES, Hosts
 from rollback.train.last_snapshot.peers import HostMarks
-from rollback.train.last_snapshot.write import SLOTS, Anew, Foreseen, HostWrite, LastWrite, NotProved
+from rollback.train.last_snapshot.proof import NextRound, NotProved
+from rollback.train.last_snapshot.write import SLOTS, Foreseen, HostWrite, LastWrite
 
 _ANSWER = 2.0  # seconds in which a host must have heard of it, and in which one that is behind may come further
 _OFFER = 4.0  # in which it must have offered a step that fits, if a rank of it has none to offer
@@ -70,7 +71,7 @@ class Exchange:
         """Tell what this host can keep, and wait for the plan. late: whether it was when it made the offer. stands:
         whether it still can. writes: at the ends at which it stands.
 
-        Raises NotProved, and Anew when it comes to be late: there may be more to offer then.
+        Raises NotProved, and NextRound when it comes to be late: there may be more to offer then.
         """
         while (over := self._read("commitment", Commitment)) is not None and over.anew:
             self._begin_round(self._number + 1)
@@ -81,7 +82,7 @@ class Exchange:
                 raise NotProved(f"this host was in the update behind step {offer.ends[0].end.step}")
             decides = decider(lambda host: self._read(f"offer/{host}", HostOffer), self._hosts.hosts)
             if self.late and not (late or decides == self._own):
-                raise Anew("there is no plan yet")
+                raise NextRound("there is no plan yet")
             if decides == self._own:
                 self._decide(stands, writes)
             else:
@@ -159,7 +160,7 @@ class Exchange:
         stands: as for `agree`.
 
         Whatever happens at whatever moment: a host commits only what all hosts have written, and what only some have
-        committed means nothing to the next start. Raises NotProved, and Anew where another round may do.
+        committed means nothing to the next start. Raises NotProved, and NextRound where another round may do.
         """
         told = self._read(f"shards/{self._own}", HostShards)  # by a rank that is gone
         if told is None:
@@ -167,7 +168,7 @@ class Exchange:
         try:
             commitment = self._await_commitment(plan)
             if commitment.manifest is None:
-                raise (Anew if commitment.anew else NotProved)(commitment.why_not)
+                raise (NextRound if commitment.anew else NotProved)(commitment.why_not)
             require_as_planned(commitment.manifest, plan, told.shards)
             write.commit_part(plan.slot, commitment.manifest)
         except BaseException:
@@ -277,6 +278,6 @@ def keep_together(
                 write = by_marks.get(plan.at) or by_marks[max(by_marks)]  # another end where all of it is written
                 write.alike, write.texts, write.shared = plan.alike, plan.texts, plan.shared
             return plan, exchange.keep(plan, write, stands)
-        except Anew:
+        except NextRound:
             if not stands():
                 raise

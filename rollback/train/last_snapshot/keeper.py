@@ -17,12 +17,12 @@ from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts
 from rollback.train.last_snapshot.membership import Membership
 from rollback.train.last_snapshot.peers import POLL, HostMarks
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import SharedState
 from rollback.train.last_snapshot.stand_in import speaking_for_lost_hosts
 from rollback.train.last_snapshot.write import (
     Foreseen,
     LastWrite,
-    NotProved,
     digest_of_large_state,
     digests_of_parameters,
     together,

@@ -13,8 +13,8 @@ from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.train.comm.ranks import Ranks
 from rollback.train.last_snapshot.early import of_gone, of_living, why_loud
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import split
-from rollback.train.last_snapshot.write import NotProved
 
 POLL = 0.002
 _MOMENT = 0.1

@@ -21,9 +21,10 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.system.small_json import sound_model
 from rollback.train.last_snapshot.early import of_gone
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
-from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone
+from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob
 from rollback.train.last_snapshot.peers import ends_of_ranks
-from rollback.train.last_snapshot.write import Foreseen, NotProved
+from rollback.train.last_snapshot.proof import NotProved, StoreGone
+from rollback.train.last_snapshot.write import Foreseen
 from rollback.wording import gone_in_words
 
 _LIMIT = 1 << 20

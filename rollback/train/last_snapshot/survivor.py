@@ -29,9 +29,9 @@ from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.device import NO_DEVICE
 from rollback.train.last_snapshot.early import EarlyMarks
-from rollback.train.last_snapshot.hosts import StoreGone
 from rollback.train.last_snapshot.keeper import HeldEnds, Keeper
 from rollback.train.last_snapshot.membership import SWITCHED_OFF, join, note_stopped
+from rollback.train.last_snapshot.proof import StoreGone
 from rollback.train.last_snapshot.small_state import KEPT, LocalState, SmallStateReader
 from rollback.train.last_snapshot.write import Foreseen, digest_of_large_state
 from rollback.train.run import AttachedRun

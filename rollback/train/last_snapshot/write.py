@@ -33,6 +33,7 @@ from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.system import files
 from rollback.system.cgroups import cores_here
 from rollback.train.last_snapshot.device import NO_DEVICE, Read, device_of
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import SharedState, SmallState
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots import drift
@@ -49,14 +50,6 @@ SLOTS = (90, 91)
 rank that is gone may have known."""
 _SPARE = 16 << 20
 _version = attrgetter("_version")
-
-
-class NotProved(Exception):
-    """Why the state is not known to be that of one step's end on all ranks, in words."""
-
-
-class Anew(NotProved):
-    """Why the hosts have not agreed, or not kept what they had agreed on, though it is worth another try."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from rollback.train.last_snapshot import hosts as hosts_module
 from rollback.train.last_snapshot.agreement import ROUNDS, Commitment, HostOffer, commitment_of, plan_of
 from rollback.train.last_snapshot.device import NoAnswer
 from rollback.train.last_snapshot.exchange import Exchange
-from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
+from rollback.train.last_snapshot.hosts import Hosts, HostStore
 from rollback.train.last_snapshot.peers import HostMarks
-from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved, SharedPart, SharedTensor
+from rollback.train.last_snapshot.proof import NextRound, NotProved, StoreGone
+from rollback.train.last_snapshot.write import Foreseen, HostWrite, LastWrite, SharedPart, SharedTensor
 
 LIMIT = 30.0
 distributed: Any = torch.distributed
@@ -124,7 +125,7 @@ def speak(
                 if plan.at not in writes:
                     shards.shared, shards.lines, shards.texts = plan.shared, plan.metrics, plan.texts
                 return exchange.keep(plan, write, stands)
-            except Anew:
+            except NextRound:
                 if not stands():
                     raise
     except NotProved as error:
@@ -414,7 +415,7 @@ def test_a_host_that_comes_to_be_late_while_it_makes_its_offer_makes_another_one
 ) -> None:
     monkeypatch.setattr(exchange_module, "_ANSWER", 0.0)
     exchange = Exchange(both[1], foresee, LIMIT)
-    with pytest.raises(Anew):
+    with pytest.raises(NextRound):
         exchange.agree(of(both[1]), False, lambda: True, {})
 
 
@@ -595,7 +596,7 @@ def test_a_plan_for_an_end_that_only_others_have_leaves_what_writes_the_own_one_
     def keep(plan: Any, write: Any, stands: Any) -> str:
         written.append(write)
         if len(written) == 1:
-            raise Anew("a host stands elsewhere")
+            raise NextRound("a host stands elsewhere")
         return "kept"
 
     monkeypatch.setattr(exchange_module, "HostWrite", lambda *given: of_marks)

@@ -14,6 +14,7 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.sentinel import Sentinel
 from rollback.train.data import rng
 from rollback.train.data.cursor import cursor_for
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import (
     LocalState,
     SharedState,
@@ -23,7 +24,7 @@ from rollback.train.last_snapshot.small_state import (
     split,
 )
 from rollback.train.last_snapshot.survivor import told_at_end
-from rollback.train.last_snapshot.write import SLOTS, HostWrite, NotProved, large_state, shared_tree
+from rollback.train.last_snapshot.write import SLOTS, HostWrite, large_state, shared_tree
 from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
 from rollback.train.state.kept_values import SharedText, ToldAtEnd

@@ -48,8 +48,8 @@ from rollback.train.last_snapshot.early import TRIED, EarlyMarks, of_living
 from rollback.train.last_snapshot.hosts import Hosts
 from rollback.train.last_snapshot.membership import join
 from rollback.train.last_snapshot.peers import Peers
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import LocalState, SmallState, split
-from rollback.train.last_snapshot.write import NotProved
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.state import tree
