@@ -142,7 +142,7 @@ def place_of_store() -> tuple[str, int] | None:
 
 
 class HostsOfJob(BaseModel, frozen=True):
-    """What a rank of this host knows of the others: for who speaks here when no rank is left (`stand_in`)."""
+    """What a rank of this host knows of the others: for who speaks here when no rank is left (`host_proxy`)."""
 
     place: tuple[str, int]
     keys: str

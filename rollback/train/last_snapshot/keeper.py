@@ -14,12 +14,12 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import Tier
 from rollback.train.last_snapshot.device import NoAnswer, Read
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
+from rollback.train.last_snapshot.host_proxy import speaking_for_lost_hosts
 from rollback.train.last_snapshot.hosts import Hosts
 from rollback.train.last_snapshot.membership import Membership
 from rollback.train.last_snapshot.peers import POLL, HostMarks
 from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import SharedState
-from rollback.train.last_snapshot.stand_in import speaking_for_lost_hosts
 from rollback.train.last_snapshot.write import (
     Foreseen,
     LastWrite,

@@ -79,17 +79,17 @@ class Peers:
         """
         ranks = sorted((self._ranks.rank, *self.pidfds))
 
-        def stand_in(rank: int) -> bytes | None:
-            return self._stand_in(rank, end, began, over) if early else None
+        def early_mark_of(rank: int) -> bytes | None:
+            return self._proved_early(rank, end, began, over) if early else None
 
-        return _host_marks(self._paths, ranks, end, stand_in)
+        return _host_marks(self._paths, ranks, end, early_mark_of)
 
     def all_ends(self, began: float, *, over: bool = False) -> dict[StepEnd, HostMarks]:
         """The ends of steps of which all ranks of this host have left marks. The rest is as for `marks_of`."""
         ranks = sorted((self._ranks.rank, *self.pidfds))
-        return ends_of_ranks(self._paths, ranks, lambda rank, end: self._stand_in(rank, end, began, over))
+        return ends_of_ranks(self._paths, ranks, lambda rank, end: self._proved_early(rank, end, began, over))
 
-    def _stand_in(self, rank: int, end: StepEnd, began: float, over: bool) -> bytes | None:
+    def _proved_early(self, rank: int, end: StepEnd, began: float, over: bool) -> bytes | None:
         """The early mark of a rank in place of its mark of that end, if that can be proved."""
         if not self._is_behind(rank, end):
             return None
@@ -131,14 +131,14 @@ def _is_later(end: StepEnd, other: StepEnd) -> bool:
 
 
 def _host_marks(
-    paths: EndMarkPaths, ranks: Sequence[int], end: StepEnd, stand_in: Callable[[int], bytes | None]
+    paths: EndMarkPaths, ranks: Sequence[int], end: StepEnd, early_mark_of: Callable[[int], bytes | None]
 ) -> tuple[HostMarks, list[int]]:
-    """What these ranks have left at a step's end, and those that have left nothing there. stand_in: an early mark in
+    """What these ranks have left at a step's end, and those that have left nothing there. early_mark_of: gives one in
     place of a rank's mark of that end, if that can be proved. Raises NotProved."""
     found = {rank: end_marks.read_ends(paths, rank).get(end) for rank in ranks}
     ended = {rank: split(body) for rank, body in found.items() if body is not None}
     missing = [rank for rank in ranks if rank not in ended]
-    early = {rank: split(body) for rank in missing if (body := stand_in(rank)) is not None}
+    early = {rank: split(body) for rank in missing if (body := early_mark_of(rank)) is not None}
     loud = why_loud(paths, {rank: own for rank, (_, own) in ended.items()}, end)
     if early and loud is not None:  # their gradients are in the sums, or none would have come to that end
         raise NotProved(loud)
@@ -148,14 +148,14 @@ def _host_marks(
 
 
 def ends_of_ranks(
-    paths: EndMarkPaths, ranks: Sequence[int], stand_in: Callable[[int, StepEnd], bytes | None]
+    paths: EndMarkPaths, ranks: Sequence[int], early_mark_of: Callable[[int, StepEnd], bytes | None]
 ) -> dict[StepEnd, HostMarks]:
     """The ends of steps of which all these ranks have left marks, newest first, and what they have left."""
     known = {end for rank in ranks for read in (end_marks.read_ends, end_marks.read_early) for end in read(paths, rank)}
     found = {}
     for end in sorted(known, reverse=True):
         with contextlib.suppress(NotProved):
-            marks, missing = _host_marks(paths, ranks, end, lambda rank, end=end: stand_in(rank, end))  # type: ignore[misc]
+            marks, missing = _host_marks(paths, ranks, end, lambda rank, end=end: early_mark_of(rank, end))  # type: ignore[misc]
             if not missing:
                 found[end] = marks
     return found

@@ -1,4 +1,4 @@
-"""Speaks for a host on which no rank is left, in a process that torchrun's starts: `stand_in.py LAST NOTICED SECONDS`.
+"""Speaks for a host on which no rank is left, in a process of torchrun's: `host_proxy.py LAST NOTICED SECONDS`.
 
 What only these ranks knew lies in the host's memory, and the parameters are on the other hosts. So it offers every end
 of a step of which all its ranks have left marks, goes along with the others, and writes shards with what its ranks
@@ -38,7 +38,7 @@ def _job_of(paths: EndMarkPaths) -> HostsOfJob | None:
     return sound_model(paths.hosts, HostsOfJob, _LIMIT)
 
 
-def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int | None = None) -> None:
+def speak_for_host(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int | None = None) -> None:
     """noticed: when it was known that the ranks are gone. deadline: monotonic seconds, too. lost_at: for a host that is
     lost, until when it may have lived, in nanoseconds of its own clock. Raises OSError."""
     if (job := _job_of(paths)) is None:
@@ -123,7 +123,7 @@ def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.E
             silent = None if copied.is_fed() else silent or time.monotonic()
         job = _job_of(copied.marks)
         if job is not None and _is_lost(job, hosts, copied):
-            stand_in(copied.marks, silent, deadline, copied.last_alive())
+            speak_for_host(copied.marks, silent, deadline, copied.last_alive())
 
 
 def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
@@ -135,4 +135,4 @@ def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
 
 
 if __name__ == "__main__":
-    stand_in(EndMarkPaths(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[2]) + float(sys.argv[3]) - _REST)
+    speak_for_host(EndMarkPaths(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[2]) + float(sys.argv[3]) - _REST)
