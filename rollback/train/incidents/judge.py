@@ -33,7 +33,7 @@ from rollback.train.incidents.cases import Cases
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, StepMark, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.last_snapshot.proof import NotProved
-from rollback.train.last_snapshot.write import Foreseen
+from rollback.train.last_snapshot.writers import Foreseen
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.nonfinite import FiniteCheck, union

@@ -24,7 +24,7 @@ from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob
 from rollback.train.last_snapshot.peers import ends_of_ranks
 from rollback.train.last_snapshot.proof import NotProved, StoreGone
-from rollback.train.last_snapshot.write import Foreseen
+from rollback.train.last_snapshot.writers import Foreseen
 from rollback.wording import gone_in_words
 
 _LIMIT = 1 << 20

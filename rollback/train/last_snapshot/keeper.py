@@ -20,9 +20,9 @@ from rollback.train.last_snapshot.membership import Membership
 from rollback.train.last_snapshot.peers import POLL, HostMarks
 from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import SharedState
-from rollback.train.last_snapshot.write import (
+from rollback.train.last_snapshot.writers import (
     Foreseen,
-    LastWrite,
+    StateWriter,
     digest_of_large_state,
     digests_of_parameters,
     together,
@@ -186,20 +186,20 @@ class Keeper:
             if self._another_has_kept():
                 return account
             self._peers.require_same(first.end, digest, time.monotonic() + wait)
-            writes = {each.held.end: self._write_of(each, digests) for each in ends}
+            writers = {each.held.end: self._writer_of(each, digests) for each in ends}
             if self._hosts is None:
                 foreseen = self._foresee(ends[0].marks.sent)
-                write = writes[first.end]
-                manifest, tier = write.write_alone(foreseen.sentinel)
-                return self._tell(account, manifest, write.metrics(foreseen), tier=tier)
+                writer = writers[first.end]
+                manifest, tier = writer.write_alone(foreseen.sentinel)
+                return self._tell(account, manifest, writer.metrics(foreseen), tier=tier)
             exchange = self._exchange(self._hosts)
             here = {held.end: marks for held, marks in ends}
             plan, manifest = keep_together(
                 exchange, self._tier, self._run.ranks.on_this_host, self._gone,
-                lambda late: self._peers.all_ends(self._began, over=late) | here, writes=writes, digest=digest,
+                lambda late: self._peers.all_ends(self._began, over=late) | here, writers=writers, digest=digest,
                 next_seq=self._snapshots.next_seq, stands=lambda: self._held.is_still(first),
             )  # fmt: skip
-            kept = writes.get(plan.at)
+            kept = writers.get(plan.at)
             metrics = kept.metrics(exchange.foreseen) if kept is not None else plan.metrics
             return self._tell(account, manifest, metrics, plan.gone)
 
@@ -234,9 +234,9 @@ class Keeper:
         last_account.write_account(self._paths, account)
         return account
 
-    def _write_of(self, common: CommonEnd, digests: dict[str, bytes]) -> LastWrite:
+    def _writer_of(self, common: CommonEnd, digests: dict[str, bytes]) -> StateWriter:
         held = common.held
-        return LastWrite(
+        return StateWriter(
             self._run, self._state, self._snapshots, held.end, common.marks.bodies, held.small,
             digests, self._read, lambda: self._held.require_unchanged(held),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, place_of_store
 from rollback.train.last_snapshot.peers import Peers
 from rollback.train.last_snapshot.proof import StoreGone
 from rollback.train.last_snapshot.small_state import SmallStateReader
-from rollback.train.last_snapshot.write import sweep_slots
+from rollback.train.last_snapshot.writers import sweep_slots
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import is_sharded
 from rollback.train.snapshots.pipeline import Snapshots

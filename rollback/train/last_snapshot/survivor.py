@@ -33,7 +33,7 @@ from rollback.train.last_snapshot.keeper import HeldEnds, Keeper
 from rollback.train.last_snapshot.membership import SWITCHED_OFF, join, note_stopped
 from rollback.train.last_snapshot.proof import StoreGone
 from rollback.train.last_snapshot.small_state import KEPT, LocalState, SmallStateReader
-from rollback.train.last_snapshot.write import Foreseen, digest_of_large_state
+from rollback.train.last_snapshot.writers import Foreseen, digest_of_large_state
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.unseen_writes import UnseenWrites

@@ -29,7 +29,7 @@ from rollback.train.last_snapshot.exchange import Exchange
 from rollback.train.last_snapshot.hosts import Hosts, HostStore
 from rollback.train.last_snapshot.peers import HostMarks
 from rollback.train.last_snapshot.proof import NextRound, NotProved, StoreGone
-from rollback.train.last_snapshot.write import Foreseen, HostWrite, LastWrite, SharedPart, SharedTensor
+from rollback.train.last_snapshot.writers import Foreseen, MarksWriter, SharedPart, SharedTensor, StateWriter
 
 LIMIT = 30.0
 distributed: Any = torch.distributed
@@ -117,14 +117,14 @@ def speak(
     """What a host keeps, or why nothing. at: where it stands."""
     try:
         exchange = Exchange(hosts, judge, seconds)
-        write = cast(LastWrite, shards)
-        writes = dict.fromkeys([at] if isinstance(at, StepEnd) else at, write)
+        writer = cast(StateWriter, shards)
+        writers = dict.fromkeys([at] if isinstance(at, StepEnd) else at, writer)
         while True:
             try:
-                plan = exchange.agree(told or of(hosts), exchange.late, stands, writes)
-                if plan.at not in writes:
+                plan = exchange.agree(told or of(hosts), exchange.late, stands, writers)
+                if plan.at not in writers:
                     shards.shared, shards.lines, shards.texts = plan.shared, plan.metrics, plan.texts
-                return exchange.keep(plan, write, stands)
+                return exchange.keep(plan, writer, stands)
             except NextRound:
                 if not stands():
                     raise
@@ -268,7 +268,7 @@ def test_whoever_speaks_next_for_a_host_and_stands_elsewhere_has_all_agree_anew(
     with ThreadPoolExecutor() as threads:
         job = threads.submit(speak, both[1 - gone], other, ends, at=(END, LATER))
         exchange = Exchange(both[gone], foresee, LIMIT)
-        exchange.agree(of(both[gone]), True, lambda: True, {END: cast(LastWrite, first)})
+        exchange.agree(of(both[gone]), True, lambda: True, {END: cast(StateWriter, first)})
         while not other.done and not job.done():
             pass  # else it might agree anew before it has written anything, and have nothing to discard
         kept = speak(both[gone], first, of(both[gone], end=LATER), at=LATER)
@@ -363,7 +363,9 @@ def test_whoever_speaks_next_for_a_host_writes_nothing_again(both: tuple[Hosts, 
         job = threads.submit(speak, both[1], other)
         exchange = Exchange(both[0], foresee, LIMIT)
         exchange._write_shards(
-            exchange.agree(of(both[0]), True, lambda: True, {END: cast(LastWrite, gone)}), cast(HostWrite, gone), bool
+            exchange.agree(of(both[0]), True, lambda: True, {END: cast(StateWriter, gone)}),
+            cast(MarksWriter, gone),
+            bool,
         )
         kept = speak(both[0], first, of(both[0], slots=(91,)))
         assert kept == job.result(LIMIT)
@@ -477,12 +479,12 @@ def test_what_only_the_deciding_host_has_committed_is_taken_back(both: tuple[Hos
     shards, gone = Last(0, 1), Shards(2, 3)
 
     def keep() -> Manifest:
-        plan = first.agree(of(both[0]), True, lambda: True, {END: cast(LastWrite, shards)})
-        return first.keep(plan, cast(HostWrite, shards), lambda: True)
+        plan = first.agree(of(both[0]), True, lambda: True, {END: cast(StateWriter, shards)})
+        return first.keep(plan, cast(MarksWriter, shards), lambda: True)
 
     with ThreadPoolExecutor() as threads:
         job = threads.submit(keep)
-        other._write_shards(other.agree(of(both[1]), True, lambda: True, {}), cast(HostWrite, gone), bool)
+        other._write_shards(other.agree(of(both[1]), True, lambda: True, {}), cast(MarksWriter, gone), bool)
         with pytest.raises(NotProved, match="not all hosts have told in time that they have kept it"):
             job.result(LIMIT)
     assert shards.done[1:] == [f"committed {MANIFEST.name}", "discarded"]
@@ -593,18 +595,18 @@ def test_a_plan_for_an_end_that_only_others_have_leaves_what_writes_the_own_one_
     plans = [SimpleNamespace(at=at, alike={}, texts={}, shared=None) for at in (LATER, END)]
     written: list[Any] = []
 
-    def keep(plan: Any, write: Any, stands: Any) -> str:
-        written.append(write)
+    def keep(plan: Any, writer: Any, stands: Any) -> str:
+        written.append(writer)
         if len(written) == 1:
             raise NextRound("a host stands elsewhere")
         return "kept"
 
-    monkeypatch.setattr(exchange_module, "HostWrite", lambda *given: of_marks)
+    monkeypatch.setattr(exchange_module, "MarksWriter", lambda *given: of_marks)
     exchange = cast(Exchange, SimpleNamespace(late=False, agree=lambda *given: plans.pop(0), keep=keep))
     marks = {END: HostMarks([], {}, early=False, loud=None)}
-    writes = cast(Mapping[StepEnd, LastWrite], {END: own})
+    writers = cast(Mapping[StepEnd, StateWriter], {END: own})
     _, kept = exchange_module.keep_together(
-        exchange, cast(SlotPaths, None), [0], [1], lambda late: marks, writes=writes
+        exchange, cast(SlotPaths, None), [0], [1], lambda late: marks, writers=writers
     )
     assert (kept, written) == ("kept", [of_marks, own])
     assert (own.alike, own.texts, own.shared) == ({"counters": 7}, {"draws": "x"}, "shared")

@@ -24,7 +24,7 @@ from rollback.train.last_snapshot.small_state import (
     split,
 )
 from rollback.train.last_snapshot.survivor import told_at_end
-from rollback.train.last_snapshot.write import SLOTS, HostWrite, large_state, shared_tree
+from rollback.train.last_snapshot.writers import SLOTS, MarksWriter, large_state, shared_tree
 from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
 from rollback.train.state.kept_values import SharedText, ToldAtEnd
@@ -185,7 +185,7 @@ def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> N
 
     def write(text: str) -> object:
         bodies = {1: of_rank(local)}
-        return HostWrite(SlotPaths(memory), bodies, reader.shared().alike, {"log": text}).write_part(SLOTS[0], ())
+        return MarksWriter(SlotPaths(memory), bodies, reader.shared().alike, {"log": text}).write_part(SLOTS[0], ())
 
     assert write(log.text)
     assert write(f"another one's line\n{log.text}")

@@ -42,7 +42,7 @@ from rollback.train.comm.pulse import Pulse
 from rollback.train.data import rng
 from rollback.train.data.rng import RawRandom, tree_of
 from rollback.train.incidents import rewinder as returns
-from rollback.train.last_snapshot import survivor, write
+from rollback.train.last_snapshot import survivor, writers
 from rollback.train.last_snapshot.device import NO_DEVICE
 from rollback.train.last_snapshot.early import TRIED, EarlyMarks, of_living
 from rollback.train.last_snapshot.hosts import Hosts
@@ -358,7 +358,7 @@ def test_a_change_during_the_copy_is_noticed(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr("rollback.train.last_snapshot.keeper._SETTLE", 0.05)
-    ordinary = write.write_shard
+    ordinary = writers.write_shard
 
     def and_change(guard: rollback.Guard, *given: Any) -> Any:
         weight = next(guard._loop.state.model.parameters())
@@ -373,7 +373,7 @@ def test_a_change_during_the_copy_is_noticed(
         return ordinary(*given)
 
     def act(guard: rollback.Guard) -> None:
-        monkeypatch.setattr(write, "write_shard", lambda *given: and_change(guard, *given))
+        monkeypatch.setattr(writers, "write_shard", lambda *given: and_change(guard, *given))
         keep(guard)
 
     (account,) = kept(tmp_path / "run", memory, act)
@@ -386,7 +386,7 @@ def test_a_change_during_the_copy_is_noticed(
 def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ordinary, writing, ended = write.write_shard, threading.Event(), threading.Event()
+    ordinary, writing, ended = writers.write_shard, threading.Event(), threading.Event()
 
     def write_slowly(*given: Any) -> Any:
         written = ordinary(*given)
@@ -395,7 +395,7 @@ def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
         return written
 
     def act(guard: rollback.Guard) -> None:
-        monkeypatch.setattr(write, "write_shard", write_slowly)
+        monkeypatch.setattr(writers, "write_shard", write_slowly)
         thread = threading.Thread(target=keep, args=(guard,))
         threads.append(thread)
         thread.start()
@@ -496,7 +496,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
 def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other: int, differs: bool) -> None:
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
-        digest = write.together(write.digests_of_parameters(guard._loop.state))
+        digest = writers.together(writers.digests_of_parameters(guard._loop.state))
         second.tell_digest(guard._loop.last_snapshot._held.newest.end, digest ^ differs)
         keep(guard)
         guard._loop.run.ranks.world_size = 1
@@ -524,7 +524,9 @@ def test_a_digest_that_another_rank_told_at_another_step_s_end_says_nothing(
 
     def act(guard: rollback.Guard) -> None:
         second, end = as_one_of_two(guard, other), guard._loop.last_snapshot._held.newest.end
-        second.tell_digest(end._replace(returns=1), write.together(write.digests_of_parameters(guard._loop.state)) ^ 1)
+        second.tell_digest(
+            end._replace(returns=1), writers.together(writers.digests_of_parameters(guard._loop.state)) ^ 1
+        )
         keep(guard)
         guard._loop.run.ranks.world_size = 1
 
@@ -1270,7 +1272,7 @@ def test_what_not_all_hosts_have_and_what_is_half_written_is_removed_before_an_a
     fill(held, committed=True)
     for number, committed in ((stray, True), (half, False)):
         fill(number, committed=committed)
-        write.sweep_slots(tier)
+        writers.sweep_slots(tier)
         assert tier.paths.numbers() == [held]
     assert slots.is_committed(tier.paths, held)
     tier.close()
@@ -1367,6 +1369,6 @@ def test_a_write_to_a_moment_counts_beside_whatever_an_optimizer_keeps(beside: A
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], 0.1)
     optimizer.state[weight] = {"momentum_buffer": torch.ones(2)} | ({"beside": beside} if beside else {})
-    before = write.versions_of([weight], optimizer)
+    before = writers.versions_of([weight], optimizer)
     optimizer.state[weight]["momentum_buffer"].mul_(0.5)
-    assert write.versions_of([weight], optimizer) != before
+    assert writers.versions_of([weight], optimizer) != before

@@ -13,7 +13,7 @@ from toy import SETTINGS, facts
 import rollback
 from rollback.facts.training import Planned, Restored, ScreenedOut
 from rollback.train.last_snapshot.small_state import SmallStateReader
-from rollback.train.last_snapshot.write import large_state, shared_tree
+from rollback.train.last_snapshot.writers import large_state, shared_tree
 from rollback.train.updates.wanted_gradients import WantedGradients
 
 EPOCH = 12  # batches

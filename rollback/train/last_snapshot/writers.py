@@ -151,7 +151,7 @@ class SharedPart(BaseModel, frozen=True):
         return [ShardPiece(item.name, item.dtype, item.shape, memoryview(item.data)) for item in self.tensors]
 
 
-class HostWrite:
+class MarksWriter:
     """The shards of this host's ranks as they were at a step's end, with what each alone knew: nobody here has more.
 
     bodies: what that was, by rank. alike, texts: the same on all ranks. Raises NotProved.
@@ -231,7 +231,7 @@ class HostWrite:
         return directory
 
 
-class LastWrite(HostWrite):
+class StateWriter(MarksWriter):
     """The same by a rank that stands there, and so has what is the same on all.
 
     small: of this rank. digests: of the parameters. read: gives tensors on the host. require_unchanged:
