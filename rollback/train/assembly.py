@@ -124,7 +124,7 @@ def assemble(
     training_end = TrainingEnd(run, state, schedule, checkpoints, judge, max_steps)
     unseen_writes = UnseenWrites(state, snapshots, model, updates.telltale)
     last_snapshot = LastSnapshot(
-        run, state, snapshots, pulse, batches, lambda: judge.timeline, judge.foresee, lambda: updates.telltale,
+        run, state, snapshots, pulse, batches, lambda: judge.timeline, judge.judge_ahead, lambda: updates.telltale,
         unseen_writes, lambda: step.batches >= state.counters.batches_per_step,
     )  # fmt: skip
     failures.before_the_end = weak_hook(last_snapshot.raised)

@@ -33,7 +33,7 @@ from rollback.train.incidents.cases import Cases
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, StepMark, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.last_snapshot.proof import NotProved
-from rollback.train.last_snapshot.writers import Foreseen
+from rollback.train.last_snapshot.writers import JudgedAhead
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.nonfinite import FiniteCheck, union
@@ -144,7 +144,7 @@ class Judge:
         """Whether nothing stood out in the step that was judged last."""
         return self._verdict is Kind.HEALTHY
 
-    def foresee(self, sent: Sequence[bytes]) -> Foreseen:
+    def judge_ahead(self, sent: Sequence[bytes]) -> JudgedAhead:
         """The sentinel as it will be when the last step is judged, where training goes on then. Any thread; nothing
         changes.
 
@@ -178,7 +178,7 @@ class Judge:
             raise NotProved("the last step was being judged")
         if (verdict.kind if verdict is not None else self._verdict) in _ACTED_ON:
             raise NotProved("the last step was not healthy")
-        return Foreseen(sentinel.state_dict(), metric)
+        return JudgedAhead(sentinel.state_dict(), metric)
 
     @property
     def awaits_verdict(self) -> bool:

@@ -32,7 +32,7 @@ from rollback.train.last_snapshot.agreement import (
 from rollback.train.last_snapshot.hosts import YES, Hosts
 from rollback.train.last_snapshot.peers import HostMarks
 from rollback.train.last_snapshot.proof import NextRound, NotProved
-from rollback.train.last_snapshot.writers import SLOTS, Foreseen, MarksWriter, StateWriter
+from rollback.train.last_snapshot.writers import SLOTS, JudgedAhead, MarksWriter, StateWriter
 
 _ANSWER = 2.0  # seconds in which a host must have heard of it, and in which one that is behind may come further
 _OFFER = 4.0  # in which it must have offered a step that fits, if a rank of it has none to offer
@@ -43,16 +43,16 @@ _Told = TypeVar("_Told", bound=BaseModel)
 class Exchange:
     """One host's part in a last snapshot that all keep together. The rank that has its host's lock makes it.
 
-    foresee: as for `LastSnapshot`. seconds: for all of it. Making it raises StoreGone, as all methods do.
+    judge_ahead: as for `LastSnapshot`. seconds: for all of it. Making it raises StoreGone, as all methods do.
     """
 
-    def __init__(self, hosts: Hosts, foresee: Callable[[Sequence[bytes]], Foreseen], seconds: float) -> None:
-        self._hosts, self._foresee = hosts, foresee
+    def __init__(self, hosts: Hosts, judge_ahead: Callable[[Sequence[bytes]], JudgedAhead], seconds: float) -> None:
+        self._hosts, self._judge_ahead = hosts, judge_ahead
         self._store = hosts.connect()
         self._met = time.monotonic()  # a name server that does not answer has cost seconds until now
         self._deadline = self._met + seconds
         self._own, self._decides = hosts.own, False
-        self.foreseen: Foreseen | None = None
+        self.judged_ahead: JudgedAhead | None = None
         """On the host that decides, if its shards were written here."""
         self._begin_round(1)
 
@@ -113,12 +113,12 @@ class Exchange:
             return
         try:
             plan = plan_of(offers, self._hosts.hosts, self._refusals())
-            foreseen, writer = self._foresee(plan.sent), writers[plan.at]
+            judged_ahead, writer = self._judge_ahead(plan.sent), writers[plan.at]
             told: dict[str, object] = {"manifest": writer.manifest(plan.seq)}
             if any(offer.at(plan.at).digest is None for offer in offers.values()):
-                told |= {"alike": writer.alike, "texts": writer.texts}
+                told |= {"alike": writer.common_local, "texts": writer.texts}
             if offers[FIRST].at(plan.at).digest is None:
-                told |= {"shared": writer.shared_part(foreseen.sentinel), "metrics": writer.metrics(foreseen)}
+                told |= {"shared": writer.shared_part(judged_ahead.sentinel), "metrics": writer.metrics(judged_ahead)}
             plan = plan.model_copy(update=told)
         except Exception as error:  # noqa: BLE001 - it is told to all, who would wait, and comes back to this host as well
             if not stands():
@@ -180,9 +180,9 @@ class Exchange:
     def _write_shards(self, plan: JointPlan, writer: MarksWriter, stands: Callable[[], bool]) -> HostShards:
         try:
             if self._decides:
-                self.foreseen = self._foresee(plan.sent)
-            if self.foreseen is not None and self._own == FIRST:
-                writer.shared = writer.shared_part(self.foreseen.sentinel)
+                self.judged_ahead = self._judge_ahead(plan.sent)
+            if self.judged_ahead is not None and self._own == FIRST:
+                writer.shared = writer.shared_part(self.judged_ahead.sentinel)
             told = HostShards(shards=writer.write_part(plan.slot, plan.stores))
         except Exception as error:  # noqa: BLE001 - it is told to all, and comes back to this host as well
             told = HostShards(why_not=str(error) or type(error).__name__, anew=not stands())
@@ -262,8 +262,8 @@ def keep_together(
         every: dict[StepEnd, MarksWriter] = {**by_marks, **writers}
         offers = [
             EndOffer(
-                end=end, buffers=every[end].buffers, sent=tuple(marks.sent), early=marks.early, loud=marks.loud,
-                digest=digest if end in writers else None,
+                end=end, buffers=every[end].buffers, sent=tuple(marks.sent), early=marks.early,
+                loud=marks.early_refuted, digest=digest if end in writers else None,
             )
             for end, marks in marks_of.items()
         ]  # fmt: skip
@@ -276,7 +276,7 @@ def keep_together(
             writer: MarksWriter | None = writers.get(plan.at)
             if writer is None:
                 writer = by_marks.get(plan.at) or by_marks[max(by_marks)]  # another end where all of it is written
-                writer.alike, writer.texts, writer.shared = plan.alike, plan.texts, plan.shared
+                writer.common_local, writer.texts, writer.shared = plan.alike, plan.texts, plan.shared
             return plan, exchange.keep(plan, writer, stands)
         except NextRound:
             if not stands():

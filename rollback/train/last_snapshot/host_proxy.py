@@ -19,12 +19,12 @@ from rollback.checkpoints.fast_tier.last_account import LastAccount, read_accoun
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.system.small_json import sound_model
-from rollback.train.last_snapshot.early import of_gone
+from rollback.train.last_snapshot.early import early_of_dead
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob
 from rollback.train.last_snapshot.peers import ends_of_ranks
 from rollback.train.last_snapshot.proof import NotProved, StoreGone
-from rollback.train.last_snapshot.writers import Foreseen
+from rollback.train.last_snapshot.writers import JudgedAhead
 from rollback.wording import gone_in_words
 
 _LIMIT = 1 << 20
@@ -67,11 +67,11 @@ def _keep(
     """Returns what the account tells of it."""
     hosts = Hosts(job.place, job.keys, job.hosts, job.own)
     (hosts.ring if lost_at is None else hosts.speak_for)()
-    exchange = Exchange(hosts, _foresee, deadline - time.monotonic())
+    exchange = Exchange(hosts, _judge_ahead, deadline - time.monotonic())
     seen = int(noticed * 1e9) if lost_at is None else lost_at
 
     def of_rank(rank: int, end: StepEnd) -> bytes:
-        return of_gone(paths, rank, end, seen)
+        return early_of_dead(paths, rank, end, seen)
 
     if not (ends := ends_of_ranks(paths, job.ranks, of_rank)):
         raise NotProved("its ranks are gone, and they had not come to the end of one step")
@@ -83,7 +83,7 @@ def _keep(
     }  # fmt: skip
 
 
-def _foresee(sent: Sequence[bytes]) -> Foreseen:
+def _judge_ahead(sent: Sequence[bytes]) -> JudgedAhead:
     raise NotProved("nobody is left here who could judge the last step")
 
 

@@ -12,7 +12,7 @@ import psutil
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.train.comm.ranks import Ranks
-from rollback.train.last_snapshot.early import of_gone, of_living, why_loud
+from rollback.train.last_snapshot.early import early_of_dead, early_of_living, why_refuted
 from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import split
 
@@ -22,12 +22,12 @@ _MOMENT = 0.1
 
 class HostMarks(NamedTuple):
     """What this host's ranks have left at a step's end. sent: of those that came there. bodies: what each alone knew,
-    by rank. early: whether an early mark is among them. loud: why none may be; None: one may."""
+    by rank. early: whether an early mark is among them. early_refuted: why none may be; None: one may."""
 
     sent: list[bytes]
     bodies: Mapping[int, bytes]
     early: bool
-    loud: str | None
+    early_refuted: str | None
 
 
 class Peers:
@@ -94,8 +94,8 @@ class Peers:
         if not self._is_behind(rank, end):
             return None
         if self._is_gone(rank):
-            return of_gone(self._paths, rank, end, int(began * 1e9))
-        return of_living(self._paths, rank, end, self._computed(rank) if over else None)
+            return early_of_dead(self._paths, rank, end, int(began * 1e9))
+        return early_of_living(self._paths, rank, end, self._computed(rank) if over else None)
 
     def _is_behind(self, rank: int, end: StepEnd) -> bool:
         """Whether a rank has not come to that step's end, nor further."""
@@ -139,11 +139,11 @@ def _host_marks(
     ended = {rank: split(body) for rank, body in found.items() if body is not None}
     missing = [rank for rank in ranks if rank not in ended]
     early = {rank: split(body) for rank in missing if (body := early_mark_of(rank)) is not None}
-    loud = why_loud(paths, {rank: own for rank, (_, own) in ended.items()}, end)
-    if early and loud is not None:  # their gradients are in the sums, or none would have come to that end
-        raise NotProved(loud)
+    early_refuted = why_refuted(paths, {rank: own for rank, (_, own) in ended.items()}, end)
+    if early and early_refuted is not None:  # their gradients are in the sums, or none would have come to that end
+        raise NotProved(early_refuted)
     bodies = {rank: own for rank, (_, own) in sorted({**ended, **early}.items())}
-    marks = HostMarks([sent for sent, _ in ended.values()], bodies, bool(early), loud)
+    marks = HostMarks([sent for sent, _ in ended.values()], bodies, bool(early), early_refuted)
     return marks, [rank for rank in missing if rank not in early]
 
 

@@ -53,7 +53,7 @@ _version = attrgetter("_version")
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class JudgedAhead:
     """The sentinel once the last step is judged. metric: that step's line for the metrics, if it is not written yet."""
 
     sentinel: Mapping[str, Any]
@@ -90,7 +90,7 @@ def digest_of_large_state(state: TrainingState, read: Read = NO_DEVICE.read) -> 
     On a GPU it is another kind of digest, which a GPU computes too; `read` does not change it.
     """
     digest = _digest if device_of(state) is None else _digest_by_gpu
-    return together({name: digest(read(item)) for name, item in large_state(state)[1].items()})
+    return combined_digest({name: digest(read(item)) for name, item in large_state(state)[1].items()})
 
 
 def versions_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
@@ -108,7 +108,7 @@ def versions_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
     return ours + of_optimizer
 
 
-def together(digests: Mapping[str, bytes]) -> int:
+def combined_digest(digests: Mapping[str, bytes]) -> int:
     """One digest in place of many."""
     return xxhash.xxh3_64_intdigest(b"".join(digest for _, digest in sorted(digests.items())))
 
@@ -154,16 +154,16 @@ class SharedPart(BaseModel, frozen=True):
 class MarksWriter:
     """The shards of this host's ranks as they were at a step's end, with what each alone knew: nobody here has more.
 
-    bodies: what that was, by rank. alike, texts: the same on all ranks. Raises NotProved.
+    bodies: what that was, by rank. common_local, texts: the same on all ranks. Raises NotProved.
     """
 
     shared: SharedPart | None = None
     """For rank 0's shard, if that is written here."""
 
     def __init__(
-        self, tier: SlotPaths, bodies: Mapping[int, bytes], alike: Mapping[str, Any], texts: Mapping[str, str]
+        self, tier: SlotPaths, bodies: Mapping[int, bytes], common_local: Mapping[str, Any], texts: Mapping[str, str]
     ) -> None:
-        self._tier, self.alike, self.texts = tier, alike, texts
+        self._tier, self.common_local, self.texts = tier, common_local, texts
         self._marks = {rank: SmallState.of(body) for rank, body in sorted(bodies.items())}
         names = next(iter(self._marks.values())).buffer_names
         if any(mark.buffer_names != names for mark in self._marks.values()):
@@ -217,7 +217,7 @@ class MarksWriter:
         for name, text in self.texts.items():
             if mark.trees["kept"][name] > text.count("\n"):
                 raise NotProved(f"rank {rank} had lines of {name!r} that the rank which would keep them has not")
-        local, pieces = mark.local(self.alike, self.texts)
+        local, pieces = mark.local(self.common_local, self.texts)
         metadata = {"local": json.dumps(local)}
         if rank == 0:
             assert self.shared is not None
@@ -250,7 +250,7 @@ class StateWriter(MarksWriter):
         read: Read,
         require_unchanged: Callable[[], None],
     ) -> None:
-        super().__init__(snapshots.memory.slots_of_host.paths, bodies, small.alike, small.texts)
+        super().__init__(snapshots.memory.slots_of_host.paths, bodies, small.common_local, small.texts)
         self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
         self._digests, self._read, self._require_unchanged = digests, read, require_unchanged
         (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()
@@ -280,10 +280,10 @@ class StateWriter(MarksWriter):
         self._assign(stores)
         return super().write_part(slot, stores)
 
-    def metrics(self, foreseen: Foreseen | None) -> tuple[str, ...]:
-        """The newest lines of the metrics. foreseen: where the last step was judged."""
+    def metrics(self, judged_ahead: JudgedAhead | None) -> tuple[str, ...]:
+        """The newest lines of the metrics. judged_ahead: where the last step was judged."""
         lines = tuple(metric_line(**row) for row in self._run.record.recent)
-        return (*lines, foreseen.metric) if foreseen is not None and foreseen.metric is not None else lines
+        return (*lines, judged_ahead.metric) if judged_ahead is not None and judged_ahead.metric is not None else lines
 
     def shared_part(self, sentinel: Mapping[str, Any]) -> SharedPart:
         tensors = [

@@ -227,7 +227,7 @@ def test_an_update_waits_for_its_gradients_before_it_counts_as_a_change(
 
     def await_gradients(gpu: LateGpu) -> None:
         if seen:
-            waited.append((seen[0].step, seen[0]._loop.last_snapshot._held.changes))
+            waited.append((seen[0].step, seen[0]._loop.last_snapshot._standing.changes))
         really(gpu)
 
     monkeypatch.setattr(LateGpu, "await_gradients", await_gradients)
@@ -236,7 +236,7 @@ def test_an_update_waits_for_its_gradients_before_it_counts_as_a_change(
     def at_each(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
         seen[:] = [guard]
-        changes.append((guard.step, guard._loop.last_snapshot._held.changes))
+        changes.append((guard.step, guard._loop.last_snapshot._standing.changes))
 
     toy = TOY.but(samples=40, settings={"last_snapshot": "on"})
     kept(tmp_path / "run", memory, lambda guard: None, toy, at_each)
