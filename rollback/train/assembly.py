@@ -32,7 +32,7 @@ from rollback.train.introspection import own_variables
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.loop import TrainingLoop
 from rollback.train.pass_rehearsal import PassRehearsal
-from rollback.train.probe.batches import KeptUpdates
+from rollback.train.probe.batches import ProbeUpdates
 from rollback.train.probe.prober import Prober
 from rollback.train.process.failure_record import FailureRecorder
 from rollback.train.process.heartbeat import HeartbeatWriter
@@ -111,7 +111,7 @@ def assemble(
     if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
         state.kept.keep_generators(generators)
     advisor = Advisor(state, updates, model, Unkept(state, generators, variables))
-    kept = KeptUpdates(wanted=run.settings.probe and not run.settings.observe_only)
+    kept = ProbeUpdates(wanted=run.settings.probe and not run.settings.observe_only)
     judge = Judge(
         run, pulse, state.sentinel, state.finite, checkpoints, evidence, advisor, skips, kept.judged, cursor.batch,
         max_steps,

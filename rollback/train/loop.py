@@ -17,7 +17,7 @@ from rollback.train.data.batches import Batches
 from rollback.train.data.passes import Again, Passes
 from rollback.train.ending import TrainingEnd
 from rollback.train.events import RollbackCause
-from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
+from rollback.train.incidents.decisions import Decision, Halt, Rewind, ServeRequests, Undo
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rewinder import Rewinder
@@ -25,7 +25,7 @@ from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.probe.prober import NO_BATCH, Prober
 from rollback.train.process.failure_record import FailureRecorder
-from rollback.train.process.stopping import Departure
+from rollback.train.process.stopping import ExitOrder
 from rollback.train.run import AttachedRun, supervised
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.schedule import SnapshotSchedule
@@ -65,7 +65,7 @@ class TrainingLoop:
     last_snapshot: LastSnapshot
     training_end: TrainingEnd
     failures: FailureRecorder
-    departure: Departure = field(default_factory=Departure)
+    exit_order: ExitOrder = field(default_factory=ExitOrder)
 
     # What the script asks for --------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class TrainingLoop:
             self.passes.note_end()
             raise StopIteration
         self.step_in_progress.updates.require_scale()
-        self._carry_out(Attend() if self.requests.starting else self._end_step())
+        self._carry_out(ServeRequests() if self.requests.starting else self._end_step())
         while not self.passes.interrupted:
             with suppress(TrainingMoved):
                 if self.training_end.is_due:
@@ -119,7 +119,7 @@ class TrainingLoop:
         """Training ends here, by what `by` says. False: its last update demanded a return, so it goes on."""
         self.prober.drop()
         self.pass_rehearsal.end()
-        decision = Attend() if self.requests.starting else self._end_step()  # no batch may be left
+        decision = ServeRequests() if self.requests.starting else self._end_step()  # no batch may be left
         left = self.passes.leave_broken_epoch()
         # Only then may the ranks stop: else the next start would go on with what the script has left unread.
         try:
@@ -162,7 +162,7 @@ class TrainingLoop:
     def _goes_back(self) -> bool:
         """Whether a pass that is over has batches again: an operator may have asked a complete run to go back."""
         if self.requests.starting and not self.passes.awaits_epoch:
-            self._carry_out(Attend())
+            self._carry_out(ServeRequests())
         return not self.passes.over
 
     def _next_of_probe(self) -> Any:
@@ -241,15 +241,15 @@ class TrainingLoop:
             case Undo():
                 self.rewinder.undo(decision)
                 return True
-            case Attend():
-                return self._attend()
+            case ServeRequests():
+                return self._serve_requests()
             case Halt() if self._may_stop() or not decision.save:
                 self._halt(decision)
             case _:  # a stop where no checkpoint may be taken: the next beat says it again
                 pass
         return False
 
-    def _attend(self) -> bool:
+    def _serve_requests(self) -> bool:
         """Carry out the requests of operators. True: training is at another position now."""
         if self.requests.starting:
             # Once more: the script may have sharded the model since, exchanged parameters, or registered a hook.
@@ -309,5 +309,5 @@ class TrainingLoop:
         self.requests.stop.obey()
         self.close()
         told = SystemExit(0 if supervised() else int(code))
-        self.departure.note(told)
+        self.exit_order.note(told)
         raise told

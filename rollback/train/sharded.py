@@ -161,7 +161,7 @@ def detached(item: Tensor) -> Tensor:
     return local_of(item).detach()
 
 
-class HeldByFsdp:
+class FsdpModules:
     """What FSDP2 keeps beside the parameters of some modules, which it has sharded or not: whole parameters behind a
     forward, and gradients that it has not summed over the ranks yet."""
 

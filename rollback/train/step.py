@@ -14,7 +14,7 @@ from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.process.activity import Standing
+from rollback.train.process.activity import Activity
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.sharded import is_sharded
 from rollback.train.state.state import TrainingState
@@ -75,7 +75,7 @@ class StepInProgress:
         counters = self._state.counters
         first = position if self.first_batch is None else self.first_batch
         last = max(position, first + counters.batches_per_step - 1)
-        self.heartbeat.activity.standing = Standing(doing, counters.step, position, first, last, in_hand=True)
+        self.heartbeat.activity.now = Activity(doing, counters.step, position, first, last, in_hand=True)
 
     def hand_out(self, batch: Any) -> Any:
         """Hand out the batch that was just read to the script. Raises UsageError where that asked too early."""

@@ -42,7 +42,7 @@ from rollback.train.comm.beat import (
     without_ill,
 )
 from rollback.train.comm.host_sums import share
-from rollback.train.comm.ranks import Handed, Ranks
+from rollback.train.comm.ranks import InCollective, Ranks
 
 _PATIENCE, _POLL = 2.0, 0.001
 
@@ -75,7 +75,7 @@ class Pulse:
         self._work: dist.Work | None = None
         self._vector: Tensor | list[float] | None = None
         self._has_letters = False
-        self._handed: Handed | None = None  # the last vector that a collective got
+        self._handed: InCollective | None = None  # the last vector that a collective got
 
     @property
     def under_way(self) -> bool:
@@ -94,7 +94,7 @@ class Pulse:
                 self._shared.put([*vector, *(signs.letter or ())])
             return
         if self._ranks.distributed:
-            self._handed = Handed(vector)
+            self._handed = InCollective(vector)
             self._work = dist.all_reduce(vector, async_op=True)
         if self._side is not None and self._arrived is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))

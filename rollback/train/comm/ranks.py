@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Handed:
+class InCollective:
     """Tensors in a collective. Make it before the collective starts."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -130,7 +130,7 @@ class Ranks:
     def add_up(self, numbers: Tensor) -> None:
         """Collective: put the sum over the ranks in their place."""
         if self.distributed:
-            handed = Handed(numbers)
+            handed = InCollective(numbers)
             dist.all_reduce(numbers)
             handed.take_back()
 
@@ -234,13 +234,13 @@ class Ranks:
         """Each rank's as a row, on the host: the device is waited for once, and not for each rank."""
         rows = mine.new_zeros(self.world_size, len(mine))
         to = [*rows]
-        handed = Handed(*to, mine)
+        handed = InCollective(*to, mine)
         dist.all_gather(to, mine)
         handed.take_back()
         return rows.cpu()
 
     def _pass_on(self, buffer: Tensor, source: int, to: int) -> None:
-        handed = Handed(buffer)
+        handed = InCollective(buffer)
         if self.rank == source:
             dist.send(buffer, to)
         else:
@@ -248,7 +248,7 @@ class Ranks:
         handed.take_back()
 
     def _broadcast(self, buffer: Tensor, source: int) -> None:
-        handed = Handed(buffer)
+        handed = InCollective(buffer)
         dist.broadcast(buffer, src=source)
         handed.take_back()
 

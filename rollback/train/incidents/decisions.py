@@ -71,8 +71,8 @@ class Undo:
 
 
 @dataclass(frozen=True)
-class Attend:
+class ServeRequests:
     """Decision: an operator has asked for something. Take it up together."""
 
 
-Decision = Rewind | Halt | Undo | Attend
+Decision = Rewind | Halt | Undo | ServeRequests

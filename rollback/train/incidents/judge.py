@@ -30,7 +30,7 @@ from rollback.train.comm.pulse import Pulse
 from rollback.train.data.skips import SkipList
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.cases import Cases
-from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, StepMark, Undo
+from rollback.train.incidents.decisions import Decision, Halt, Rewind, ServeRequests, StepMark, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.writers import JudgedAhead
@@ -271,7 +271,7 @@ class Judge:
             return decision
         if beat.stop:
             return Halt("told to stop", save=True)
-        return Attend() if beat.asked else None
+        return ServeRequests() if beat.asked else None
 
     def _phase_begins(self, beat: Beat, mark: StepMark) -> bool:
         """Whether an announced phase begins with this step, now or when it was announced before a rollback."""

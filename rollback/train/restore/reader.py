@@ -1,8 +1,8 @@
 """A checkpoint that is open to be restored: it is verified, and its tensors are read into the live ones.
 
-Whole    every rank can read the shards of all ranks: in the ring, or in the slots of a single host
-Parted   every rank has only its own shard: in the slots of many hosts. A rank sends the tensors that are not sharded to
-         all others, and its parts to the ranks that have the same part and did not store it
+AllShards  every rank can read the shards of all ranks: in the ring, or in the slots of a single host
+OwnShard   every rank has only its own shard: in the slots of many hosts. A rank sends the tensors that are not sharded
+           to all others, and its parts to the ranks that have the same part and did not store it
 
 Another number of ranks than then: the shared state is the same for all; of local parts those of a rank's own number
 serve, and those of ranks that are no more are not used. That their batches have as many samples is checked before
@@ -44,7 +44,7 @@ _Stored = list[Any]
 """Of a part in a shard: its type, the shape of the whole, and offset and shape of the part."""
 
 
-class Whole:
+class AllShards:
     """All shards of a checkpoint, verified by the ranks of this host between them.
 
     shards: the open ones. memory: this rank's own shard, if the process has it mapped. Raises CheckpointUnusable. Call
@@ -134,11 +134,11 @@ class Whole:
         return shared, local
 
 
-class Parted:
+class OwnShard:
     """This rank's own shard, verified. `meet` learns from the other ranks what they have.
 
-    shards, memory: as in `Whole`. Raises CheckpointDamaged, also if this host does not have the shard. Call `close` at
-    the end.
+    shards, memory: as in `AllShards`. Raises CheckpointDamaged, also if this host does not have the shard. Call `close`
+    at the end.
     """
 
     def __init__(self, manifest: Manifest, directory: Path, memory: memoryview | None, ranks: Ranks) -> None:
@@ -318,7 +318,7 @@ class Parted:
         }
 
 
-Reading = Whole | Parted
+Reading = AllShards | OwnShard
 
 
 def rooms(live: Mapping[str, Tensor], find: Callable[[str], Tensor | None]) -> Callable[[str, Kind], Tensor | None]:

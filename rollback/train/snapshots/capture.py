@@ -42,7 +42,7 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank stores of an image.
 
     replicas: what all ranks have alike and compare: parameters, and of a sharded model what is kept beside them in
@@ -64,7 +64,7 @@ class Share:
         return {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in self.tensors.items()}
 
 
-def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None, turn: int = 0) -> Share:
+def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None, turn: int = 0) -> RankShare:
     """What this rank stores. frozen: names and digests of the frozen weights that the snapshot leaves out; default:
     none. turn: of the samples that are compared."""
     frozen = frozen or {}
@@ -91,7 +91,7 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
         name: (part, image.local_tensors[name]) for name, part in image.parts.items() if name.startswith(PARAMETERS)
     }
     still = {name: image.shared_tensors[name] for name in frozen}
-    return Share(stored, compared, metadata, parts, image.sharded, image.finite, still, sample)
+    return RankShare(stored, compared, metadata, parts, image.sharded, image.finite, still, sample)
 
 
 def _compared(shared: Mapping[str, Tensor], image: Image) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class Capture:
     mode: which part of the work `start` does. `finish` does the rest, and may run beside the training until the fence.
     """
 
-    def __init__(self, share: Share, layout: Layout, region: Region, mode: CaptureMode) -> None:
+    def __init__(self, share: RankShare, layout: Layout, region: Region, mode: CaptureMode) -> None:
         self._share = share
         self._layout = layout
         self._region = region

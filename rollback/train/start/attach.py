@@ -54,7 +54,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.data import rng
 from rollback.train.restore.restore import restore
-from rollback.train.run import AttachedRun, HeldAtStart, require_first, supervised
+from rollback.train.run import AttachedRun, CheckpointAtStart, require_first, supervised
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.start.found_run import FoundRun, read_run
@@ -285,7 +285,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     healthy = healthy_until(paths, history, chosen, record) if ranks.first and chosen is not None else 0
     healthy, restored_step = ranks.from_first(healthy), chosen.step if chosen is not None else 0
     held_at_start = [
-        HeldAtStart(
+        CheckpointAtStart(
             manifest, manifest.name in history.good, found.slots.get(manifest.name),
             min(healthy, max(0, restored_step - manifest.step)), manifest.name in found.in_ring,
         )

@@ -13,7 +13,7 @@ from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
-from rollback.train.sharded import HeldByFsdp, is_sharded, local_of
+from rollback.train.sharded import FsdpModules, is_sharded, local_of
 from rollback.train.state import module_buffers, tree
 from rollback.train.state.ddp_broadcasts import DdpBroadcasts
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_gpu, take_parts, tensor_in_words
@@ -23,7 +23,7 @@ from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.learning_rate import RateReader
-from rollback.train.updates.wanted_gradients import WantedGradients
+from rollback.train.updates.model_switches import ModelSwitches
 from rollback.train.updates.wrappers import unwrap
 
 _SHOWN = 6
@@ -70,9 +70,9 @@ class TrainingState:
         self.classes = {name: type(item).__name__ for name, item in self.objects.items()}
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
-        self.fsdp = HeldByFsdp(self.modules.values())
+        self.fsdp = FsdpModules(self.modules.values())
         self.fsdp.reshard()
-        self.gradients = WantedGradients(self.modules)
+        self.gradients = ModelSwitches(self.modules)
         self.broadcasts = DdpBroadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""

@@ -182,7 +182,7 @@ class Adoption:
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
         """`iter(loader)` of a loader that Accelerate has prepared."""
         if self._adopted is not None and torch.is_grad_enabled():
-            self._adopted.guard.departure.require_none()
+            self._adopted.guard.exit_order.require_none()
         if self._state is AdoptionState.LEFT or not torch.is_grad_enabled():
             return original(loader)
         whole = self.own_resume.whole(loader, guarded=self._adopted is not None)
@@ -290,7 +290,7 @@ class Adoption:
     def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
         guard = adopted.guard
         self.own_resume.require_trained()
-        guard.departure.require_none()
+        guard.exit_order.require_none()
         if self._steered is not None and self._steered.place != epoch:
             self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
         try:

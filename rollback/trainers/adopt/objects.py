@@ -18,7 +18,7 @@ from rollback.errors import UsageError
 from rollback.train.advice.script_tensors import ModelCopies, copies_of_script, tensors_in
 from rollback.train.guard import Guard
 from rollback.train.introspection import instances, own_variables
-from rollback.train.sharded import HeldByFsdp, local_of
+from rollback.train.sharded import FsdpModules, local_of
 from rollback.train.start.arguments import check_whole
 from rollback.train.updates.wrappers import outermost
 from rollback.trainers.adopt.epochs import EpochLoop
@@ -84,7 +84,7 @@ class MadeObjects:
         made = self.alive()
         trained = _trained_by(optimizers_of(made))
         modules = modules_of(made)
-        HeldByFsdp(modules).reshard()  # an evaluation has left parameters there that no optimizer has
+        FsdpModules(modules).reshard()  # an evaluation has left parameters there that no optimizer has
         in_mode = (module for module in modules if module.training or in_any_mode)
         return any(id(p) in trained for module in in_mode for p in module._parameters.values())
 

@@ -53,7 +53,7 @@ from rollback.train.last_snapshot.small_state import LocalState, SmallState, spl
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.state import tree
-from rollback.train.state.held import HeldState
+from rollback.train.state.state_copy import StateCopy
 from rollback.train.updates.optimizer import Updates
 
 TOY = Toy(samples=120, augment=True, patient=False)
@@ -463,7 +463,7 @@ def test_nothing_stands_within_a_return_and_what_follows_it_are_other_steps(
         ends.append(guard._loop.last_snapshot._standing.newest.end._replace(timeline=0))
 
     monkeypatch.setattr(returns, "restore", watched("restore", returns.restore))
-    monkeypatch.setattr(HeldState, "put_back", watched("undo", HeldState.put_back))
+    monkeypatch.setattr(StateCopy, "put_back", watched("undo", StateCopy.put_back))
     train(toy.with_settings(fast_tier=str(memory), policy=policy, horizon=10), tmp_path / "run", hook=hook)
     assert set(within) == ways
     assert len({end.step for end in ends}) < len(ends) == len({*ends})

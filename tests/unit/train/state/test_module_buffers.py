@@ -11,9 +11,9 @@ from torch.nn.utils import prune
 from rollback.errors import RunDoesNotFit
 from rollback.sentinel import Sentinel
 from rollback.train.data.cursor import cursor_for
-from rollback.train.state.held import HeldState
 from rollback.train.state.module_buffers import match, not_kept
 from rollback.train.state.state import TrainingState
+from rollback.train.state.state_copy import StateCopy
 
 
 class Model(nn.Module):
@@ -322,7 +322,7 @@ def test_a_buffer_that_is_a_part_of_a_batch_now_is_restored_without_a_write_to_t
     data = torch.arange(12.0).reshape(3, 2, 2)
     untouched, state = data.clone(), state_of(RemembersTheLast())
     state.model(data[0])
-    held, kept = HeldState(state), through_disk(state.image())
+    held, kept = StateCopy(state), through_disk(state.image())
     for put_back in (lambda: held.put_back(state), lambda: state.load(*kept)):
         state.model(data[2])
         put_back()

@@ -14,7 +14,7 @@ import rollback
 from rollback.facts.training import Planned, Restored, ScreenedOut
 from rollback.train.last_snapshot.small_state import SmallStateReader
 from rollback.train.last_snapshot.writers import large_state, shared_tree
-from rollback.train.updates.wanted_gradients import WantedGradients
+from rollback.train.updates.model_switches import ModelSwitches
 
 EPOCH = 12  # batches
 Loop = Literal["epochs", "range", "steps"]
@@ -231,7 +231,7 @@ def test_a_parameter_whose_gradient_is_zero_is_trained_on_behind_a_resume_and_a_
 
 def test_of_sparse_gradients_and_where_there_are_none_nothing_is_told() -> None:
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
-    gradients = WantedGradients({"model": model})
+    gradients = ModelSwitches({"model": model})
     assert gradients.told()["without"] is None
     model(torch.tensor([1])).sum().backward()
     assert gradients.told()["without"] == ["0.weight"]

@@ -51,7 +51,7 @@ class _Switches:
                 setattr(thing, self._attribute, on)
 
 
-class WantedGradients:
+class ModelSwitches:
     """Of the parameters and modules that there were when this was made, by name. Nothing here is collective."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
