@@ -1,8 +1,8 @@
 """Finds non-finite values in snapshots: NaN in a running statistic, Inf in an optimizer's state.
 
-The loss may not show them. Each rank checks its copy in the thread that writes it, and reports to the others in its
-letter. Values that were not finite when the run began are never reported, since masks are infinite on purpose. The same
-is true for an infinite value in a buffer that had no tensor before.
+The loss may not show them. Each rank checks its copy in the thread that writes it, and tells the others in its
+shard report. Values that were not finite when the run began are never reported: masks are infinite on purpose. The
+same is true for an infinite value in a buffer that had no tensor before.
 """
 
 import math

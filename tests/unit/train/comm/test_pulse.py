@@ -25,9 +25,9 @@ from warm_server import WarmPopen
 
 from rollback.train.comm.beat import (
     FIELDS,
-    LETTER,
     NO_GAUGES,
     SCALARS,
+    SHARD_REPORT,
     Beat,
     GaugeFields,
     Gauges,
@@ -251,33 +251,33 @@ def test_a_beat_is_as_long_for_any_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_letters_arrive_as_one_row_for_each_rank(on_device: bool) -> None:
-    total, letters = torch.zeros(FIELDS + 3 * LETTER, dtype=torch.float64), []
+def test_shard_reports_arrive_as_one_row_for_each_rank(on_device: bool) -> None:
+    total, reports = torch.zeros(FIELDS + 3 * SHARD_REPORT, dtype=torch.float64), []
     for rank in range(3):
         ranks = Ranks()
         ranks.world_size, ranks.rank = 3, rank
-        letters.append(tuple(2**53 - 1 - rank - place for place in range(LETTER)))
+        reports.append(tuple(2**53 - 1 - rank - place for place in range(SHARD_REPORT)))
         pulse = Pulse(ranks, torch.device("cpu"))
         compose = pulse._compose_on_device if on_device else pulse._compose_on_host
-        total += compose(None, None, Signs(letter=letters[-1]))
-    read = read_beat(total, 3).letters
+        total += compose(None, None, Signs(shard_report=reports[-1]))
+    read = read_beat(total, 3).shard_reports
     assert read is not None
-    assert read.tolist() == [list(letter) for letter in letters]
-    assert read_beat(total[:FIELDS], 3).letters is None
+    assert read.tolist() == [list(report) for report in reports]
+    assert read_beat(total[:FIELDS], 3).shard_reports is None
 
 
-def test_the_letters_of_a_hundred_thousand_ranks_make_no_object_for_each_rank() -> None:
+def test_the_shard_reports_of_a_hundred_thousand_ranks_make_no_object_for_each_rank() -> None:
     ranks = Ranks()
     ranks.world_size = 100_000
     pulse = Pulse(ranks, torch.device("cpu"))
-    pulse.send(None, None, Signs(letter=(1,) * LETTER))
+    pulse.send(None, None, Signs(shard_report=(1,) * SHARD_REPORT))
     gc.collect()
     before = sys.getallocatedblocks()
     beat = pulse.read()
     assert sys.getallocatedblocks() - before < 1000
-    assert beat.letters is not None
-    assert beat.letters.shape == (100_000, LETTER)
-    assert drift.differing(beat.letters[1:, 6]) == ()
+    assert beat.shard_reports is not None
+    assert beat.shard_reports.shape == (100_000, SHARD_REPORT)
+    assert drift.differing(beat.shard_reports[1:, 6]) == ()
 
 
 def test_one_process_reads_its_own_beat() -> None:
@@ -342,7 +342,7 @@ def test_when_it_is_closed_nothing_of_a_beat_is_under_way_or_held(read: bool, mo
 RANK = """
 import json, math, sys, torch, torch.distributed as dist
 from datetime import timedelta
-from rollback.train.comm.beat import LETTER, Signs
+from rollback.train.comm.beat import SHARD_REPORT, Signs
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 dist.init_process_group("gloo", timeout=timedelta(seconds=77))
@@ -355,11 +355,11 @@ for ranks.host_count in read:
     assert pulse._shared is None or pulse._shared._patience == 77
     for loss in losses:
         mine = None if loss[ranks.rank] is None else torch.tensor(loss[ranks.rank])
-        letter = (ranks.rank,) * LETTER if loss[0] is None else None
-        pulse.send(mine, torch.tensor(1.0 + ranks.rank), Signs(stop=ranks.rank == 1, letter=letter))
+        report = (ranks.rank,) * SHARD_REPORT if loss[0] is None else None
+        pulse.send(mine, torch.tensor(1.0 + ranks.rank), Signs(stop=ranks.rank == 1, shard_report=report))
         beat = pulse.read()
-        letters = None if beat.letters is None else beat.letters.tolist()
-        read[ranks.host_count].append([repr(beat.loss), beat.grad_norm, list(beat.ailing), beat.stop, letters])
+        reports = None if beat.shard_reports is None else beat.shard_reports.tolist()
+        read[ranks.host_count].append([repr(beat.loss), beat.grad_norm, list(beat.ailing), beat.stop, reports])
     pulse.close()
     pulse.close()
 texts = ranks.from_each("x" * (3 * ranks.rank) + "é")
@@ -391,5 +391,5 @@ def test_two_ranks_read_the_same() -> None:
     assert [beat[0] for beat in beats] == ["2.0", "nan", "inf", "4.0"]
     assert [beat[2] for beat in beats] == [[], [0], [1], []]
     assert all(beat[1] == 1.5 and beat[3] for beat in beats)
-    assert [beat[4] for beat in beats] == [None, None, None, [[0] * LETTER, [1] * LETTER]]
+    assert [beat[4] for beat in beats] == [None, None, None, [[0] * SHARD_REPORT, [1] * SHARD_REPORT]]
     assert (texts, from_first, all_of) == (["é", "xxxé"], {"from": 0}, False)

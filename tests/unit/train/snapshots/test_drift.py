@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.capture import share_of
-from rollback.train.snapshots.in_flight import Letter, Letters, Written
+from rollback.train.snapshots.in_flight import ShardReport, ShardReports, Written
 from rollback.train.state.image import Image
 
 
@@ -84,12 +84,12 @@ def test_what_the_optimizer_keeps_is_compared_too_a_few_tensors_in_turn(turn: in
 
 
 @given(st.integers(8, 2**52), st.integers(0, 2**128 - 1), *[st.integers(0, 2**52 - 1)] * 3)
-def test_a_letter_arrives_as_it_was_written_through_floats(
+def test_a_shard_report_arrives_as_it_was_written_through_floats(
     size: int, number: int, digest: int, place: int, held: int
 ) -> None:
-    letter = Letter(Written(size, f"{number:032x}"), digest, part=(place, held), sample=held)
-    arrived = Letters(torch.tensor([letter.words()], dtype=torch.float64).long())
-    assert [shard.written for shard in arrived.shards()] == [letter.written]
+    report = ShardReport(Written(size, f"{number:032x}"), digest, part=(place, held), sample=held)
+    arrived = ShardReports(torch.tensor([report.words()], dtype=torch.float64).long())
+    assert [shard.written for shard in arrived.shards()] == [report.written]
     assert (arrived.digests.tolist(), arrived.parts.tolist()) == ([digest], [[place, held]])
     assert arrived.samples.tolist() == [held]
 
