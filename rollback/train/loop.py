@@ -211,11 +211,11 @@ class TrainingLoop:
         if self.rewinder.rehearsing:
             self.rewinder.end_rehearsal()
             return None
-        mark, (loss, grad_norm, gauges) = step.finish(), step.readings()
+        span, (loss, grad_norm, gauges) = step.finish(), step.readings()
         stop, requests_open = self.requests.stop.requested, self.requests.waiting
         seconds = self.schedule.end_update()
         decision = self.judge.end_step(
-            mark, loss, grad_norm, stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
+            span, loss, grad_norm, stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
             requests_open=requests_open, gauges=gauges, seconds=seconds, screened=self.rewinder.held is not None,
         )  # fmt: skip
         step.next()

@@ -10,7 +10,7 @@ from rollback.sentinel import Hint, Observation
 from rollback.train.comm.beat import Beat
 
 
-class StepMark(NamedTuple):
+class StepSpan(NamedTuple):
     """A step, and the batches that went into it."""
 
     step: int

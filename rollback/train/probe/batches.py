@@ -22,7 +22,7 @@ from rollback.sentinel import Sentinel
 from rollback.sentinel.probe import OpenQuestion
 from rollback.train.data import rng
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.incidents.decisions import StepMark
+from rollback.train.incidents.decisions import StepSpan
 from rollback.train.state.kept_values import KeptByScript
 
 KEPT_EVERY = 100
@@ -96,25 +96,25 @@ class ProbeUpdates:
             except (ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
                 kept.batches, kept.unfit = [], f"a batch cannot be kept: {error}"
 
-    def judged(self, mark: StepMark, loss: float | None, sentinel: Sentinel) -> None:
+    def judged(self, span: StepSpan, loss: float | None, sentinel: Sentinel) -> None:
         """A step was judged. loss: the mean over the ranks."""
         if self.wanted:
-            self._hold(mark, loss, sentinel)
-            self.question = sentinel.question(mark.step) or self.question
+            self._hold(span, loss, sentinel)
+            self.question = sentinel.question(span.step) or self.question
 
-    def _hold(self, mark: StepMark, loss: float | None, sentinel: Sentinel) -> None:
+    def _hold(self, span: StepSpan, loss: float | None, sentinel: Sentinel) -> None:
         """Hold the update of this step, if its batches are there and its loss is of a healthy time."""
         kept = self._open
-        if kept is None or kept.step != mark.step:
+        if kept is None or kept.step != span.step:
             return
         self._open = None
         level = sentinel.settled_level
-        whole = mark.batches == mark.batches_per_step and (kept.unfit or len(kept.batches) == mark.batches)
+        whole = span.batches == span.batches_per_step and (kept.unfit or len(kept.batches) == span.batches)
         if loss is None or not math.isfinite(loss) or level is None or not whole:
-            self._from = mark.step + _AGAIN_AFTER
+            self._from = span.step + _AGAIN_AFTER
             return
         kept.loss, kept.level = loss, level
-        self._from = mark.step + KEPT_EVERY
+        self._from = span.step + KEPT_EVERY
         self.held = [*self.held, kept][-_HELD:]
 
     def before(self, onset: int) -> ProbeUpdate | None:

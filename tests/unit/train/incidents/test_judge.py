@@ -22,7 +22,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.skips import SkipList
-from rollback.train.incidents.decisions import Decision, Halt, Rewind, StepMark
+from rollback.train.incidents.decisions import Decision, Halt, Rewind, StepSpan
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
 from rollback.train.run import AttachedRun
@@ -62,9 +62,9 @@ class Steps:
 
     def end_with(self, loss: float, *, stop: bool = False, dropped: bool = False) -> Decision | None:
         first = self.step * self.per_step
-        mark = StepMark(self.step, first, first + self.per_step - 1, self.per_step, Hint.NONE)
+        span = StepSpan(self.step, first, first + self.per_step - 1, self.per_step, Hint.NONE)
         self.step += 1
-        return self.judge.end_step(mark, torch.tensor(loss), None, stop=stop, scaler_skipped=dropped)
+        return self.judge.end_step(span, torch.tensor(loss), None, stop=stop, scaler_skipped=dropped)
 
     def snapshot(self) -> None:
         image = Image({}, {}, {}, {})
@@ -181,12 +181,12 @@ def test_a_window_leaves_whole_updates_as_its_own_epoch_has_them(tmp_path: Path,
     steps.snapshot()
     for number in range(7 - remembered, 7):
         last = min(2 * number + 1, 12)
-        mark = StepMark(
+        span = StepSpan(
             number, 2 * number, last, 2, Hint.NONE, batches=last + 1 - 2 * number, epoch_end=13, epoch_batches=13
         )
-        steps.judge.end_step(mark, torch.tensor(1.0), None, stop=False, scaler_skipped=False)
-    mark = StepMark(7, 13, 15, 3, Hint.NONE, batches=3, epoch_end=26, epoch_batches=13)
-    steps.judge.end_step(mark, torch.tensor(NAN), None, stop=False, scaler_skipped=False)
+        steps.judge.end_step(span, torch.tensor(1.0), None, stop=False, scaler_skipped=False)
+    span = StepSpan(7, 13, 15, 3, Hint.NONE, batches=3, epoch_end=26, epoch_batches=13)
+    steps.judge.end_step(span, torch.tensor(NAN), None, stop=False, scaler_skipped=False)
     decision = steps.judge.settle()
     assert isinstance(decision, Rewind)
     assert decision.plan.skip == Window(first=13, last=16), "three updates are left"

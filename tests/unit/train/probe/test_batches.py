@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rollback.facts.history import Case
 from rollback.sentinel import Hint, Observation, Sentinel
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.incidents.decisions import StepMark
+from rollback.train.incidents.decisions import StepSpan
 from rollback.train.probe.batches import KEPT_EVERY, MOST, ProbeBatch, ProbeUpdates
 from rollback.train.state.kept_values import KeptByScript
 
@@ -96,8 +96,8 @@ class Steps:
         for step in steps:
             for _ in range(batches):
                 self.kept.keep(step, torch.zeros(2) if odd is None else odd, KeptByScript())
-            mark = StepMark(step, step, step, per_step, Hint.NONE, batches=batches)
-            self.kept.judged(mark, loss, self.sentinel)
+            span = StepSpan(step, step, step, per_step, Hint.NONE, batches=batches)
+            self.kept.judged(span, loss, self.sentinel)
 
     def newest(self, before: int = 10_000) -> int | None:
         update = self.kept.before(before)
@@ -118,7 +118,7 @@ def test_only_what_was_judged_is_of_use() -> None:
     steps.kept.keep(0, torch.zeros(1), KeptByScript())
     steps.kept.keep(1, torch.zeros(1), KeptByScript())  # the next batch comes before the verdict
     assert steps.newest() is None
-    steps.kept.judged(StepMark(0, 0, 0, 1, Hint.NONE), 1.0, steps.sentinel)
+    steps.kept.judged(StepSpan(0, 0, 0, 1, Hint.NONE), 1.0, steps.sentinel)
     assert steps.newest() == 0
 
 
