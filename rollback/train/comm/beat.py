@@ -70,7 +70,7 @@ class GaugeFields(Generic[Scalar]):
 
     scale: Scalar | None = None
     """The factor of a gradient scaler."""
-    kept: Scalar | None = None
+    clip_factor: Scalar | None = None
     """Share of the gradient that clipping left."""
     measured: Scalar | None = None
     """The gradient norm that the guard measured."""
@@ -119,7 +119,7 @@ SCALER_SKIPPED = list(_HOST).index("scaler_skipped")
 _host_values, gauge_values = attrgetter(*_HOST), attrgetter(*_GAUGES)
 _SCALARS = ("loss", "grad_norm", *_GAUGES)
 SCALARS = len(_SCALARS)
-KEPT = 2 + _GAUGES.index("kept")
+CLIP_FACTOR = 2 + _GAUGES.index("clip_factor")
 JUDGED = 2  # of these: where one is not finite, it is told whether it is NaN or Inf
 AILMENTS_AT = 2 * SCALARS
 HOST_AT = AILMENTS_AT + 2 * JUDGED

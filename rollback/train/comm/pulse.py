@@ -25,9 +25,9 @@ from torch import Tensor
 
 from rollback.train.comm.beat import (
     AILMENTS_AT,
+    CLIP_FACTOR,
     FIELDS,
     HOST_AT,
-    KEPT,
     NO_GAUGES,
     SCALARS,
     SCALER_SKIPPED,
@@ -195,10 +195,10 @@ class Pulse:
         for place in on_device:
             row[SCALARS + place] = 1.0
         vector = self._to_device(row)
-        if gauges.measured_squares is not None and KEPT in on_device:
-            shown = on_device[KEPT]  # a rank's part of a sharded gradient may not show it, in step after step
-            on_device[KEPT] = shown.nan_to_num(0.0, math.inf, -math.inf)  # of Inf it would make the largest number
-            vector[SCALARS + KEPT].sub_(shown.isnan().double())
+        if gauges.measured_squares is not None and CLIP_FACTOR in on_device:
+            shown = on_device[CLIP_FACTOR]  # a rank's part of a sharded gradient may not show it, in step after step
+            on_device[CLIP_FACTOR] = shown.nan_to_num(0.0, math.inf, -math.inf)  # Inf would become the largest number
+            vector[SCALARS + CLIP_FACTOR].sub_(shown.isnan().double())
         if on_device:
             vector[:SCALARS].add_(self._stacked(on_device))  # `+=` would copy what it has added once more
         if gauges.found_inf is not None:

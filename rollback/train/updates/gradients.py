@@ -57,7 +57,7 @@ class GradientNorms(NamedTuple):
     """The norm of each of these. On a device, of gradients in single precision: Inf from 1.8e19 on, as in clipping."""
     total: Tensor | float
     """The norm over all, in the gradients' own type; Inf where it overflows."""
-    kept: Tensor | float | None
+    clip_factor: Tensor | float | None
     """The factor by which the optimizer's gradients are smaller (clipping); NaN: this rank's part does not show it;
     None: they had to be measured again."""
     own: Tensor | None
@@ -193,9 +193,9 @@ class Gradients:
             each, total = _measure(gradients, scale)
             return GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
         if self.written is False and self.scale is None:
-            return seen._replace(kept=1.0)
+            return seen._replace(clip_factor=1.0)
         if writes == 1 and self._factor is not None:
-            return seen._replace(kept=self._factor)
+            return seen._replace(clip_factor=self._factor)
         assert telltale.grad is not None
         place = [*map(id, parameters)].index(id(telltale))
         after = torch.linalg.vector_norm(_as_real(_dense(telltale.grad)), dtype=seen.each.dtype)
@@ -211,9 +211,9 @@ class Gradients:
         total = torch.as_tensor(seen.total)
         total = total * grown.to(total.dtype)
         if seen.squares is None:
-            return seen._replace(total=total, kept=factor.float())
-        kept = torch.where(before > 0, factor, math.nan).float()
-        return seen._replace(total=total, kept=kept, squares=seen.squares * grown.double().square())
+            return seen._replace(total=total, clip_factor=factor.float())
+        factor = torch.where(before > 0, factor, math.nan).float()
+        return seen._replace(total=total, clip_factor=factor, squares=seen.squares * grown.double().square())
 
     def _watch_backward(self) -> None:
         for watch in self._watches:
@@ -344,7 +344,7 @@ def _scaled_on_host(seen: GradientNorms, before: float, after: float) -> Gradien
     """
     factor = after / before if before > 0 else 1.0 + after
     total = seen.total if factor <= 1 else seen.total * factor
-    return seen._replace(total=total, kept=ctypes.c_float(factor).value)  # in single precision, as on a device
+    return seen._replace(total=total, clip_factor=ctypes.c_float(factor).value)  # in single precision, as on a device
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -121,9 +121,9 @@ def test_survivors_read_of_what_devices_have_sent_what_the_group_would_have_read
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_number_of_the_host_arrives_as_a_scalar_of_the_device_does(on_device: bool) -> None:
-    told = [Gauges(scale=0.5, kept=0.25), Gauges(scale=torch.tensor(1.5), kept=torch.tensor(0.75))]
+    told = [Gauges(scale=0.5, clip_factor=0.25), Gauges(scale=torch.tensor(1.5), clip_factor=torch.tensor(0.75))]
     beat = reduce([(1.0, None, Signs())] * 2, on_device, told)
-    assert (beat.loss, beat.scale, beat.kept, beat.measured) == (1.0, 1.0, 0.5, None)
+    assert (beat.loss, beat.scale, beat.clip_factor, beat.measured) == (1.0, 1.0, 0.5, None)
 
 
 def beat_from(losses: Sequence[float]) -> Beat | None:
@@ -205,17 +205,17 @@ def test_what_a_rank_with_a_part_of_the_gradients_does_not_know_of_clipping_need
     """Else there would be one in each step, on a device."""
     total = torch.zeros(FIELDS, dtype=torch.float64)
     for kept in (math.nan, 0.25, 0.75):
-        gauges = Gauges(kept=scalar(kept), measured_squares=scalar(12.0))
+        gauges = Gauges(clip_factor=scalar(kept), measured_squares=scalar(12.0))
         total += torch.as_tensor(Pulse(Ranks(), torch.device("cpu"))._compose_on_device(None, None, Signs(), gauges))
     assert all_finite(total.tolist())
     beat = read_beat(total, 3)
-    assert (beat.kept, beat.measured) == (0.5, math.sqrt(12.0))
+    assert (beat.clip_factor, beat.measured) == (0.5, math.sqrt(12.0))
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_share_of_clipping_that_is_infinite_is_left_out_of_the_mean_of_sharded_gradients_too(on_device: bool) -> None:
-    given = [Gauges(kept=scalar(kept), measured_squares=scalar(12.0)) for kept in (math.inf, math.nan, 0.5)]
-    assert reduce([(None, None, Signs())] * 3, on_device, given).kept == 0.5
+    given = [Gauges(clip_factor=scalar(kept), measured_squares=scalar(12.0)) for kept in (math.inf, math.nan, 0.5)]
+    assert reduce([(None, None, Signs())] * 3, on_device, given).clip_factor == 0.5
 
 
 @pytest.mark.parametrize("on_device", [False, True])
