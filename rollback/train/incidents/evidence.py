@@ -192,7 +192,9 @@ class IncidentEvidence:
         exploded = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
         weights = self._weights()
         buffers = [
-            name for name, value in self._model.named_buffers() if tree.is_kept(value) and kind_in(value) is not None
+            name
+            for name, value in self._model.named_buffers()
+            if tree.is_storable(value) and kind_in(value) is not None
         ]
         return RankEvidence(
             incident=incident.incident,

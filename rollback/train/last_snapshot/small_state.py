@@ -233,14 +233,14 @@ class SmallStateReader:
         """What the model's state has beside parameters and buffers (`get_extra_state`), if there is something."""
         model = self._state.model
         known = {name: item for of in (model.named_parameters, model.named_buffers) for name, item in of()}
-        memory = {tree.memory_of(item) for item in known.values() if tree.is_kept(item)}
+        memory = {tree.memory_of(item) for item in known.values() if tree.is_storable(item)}
         others = ((name, item) for name, item in model.state_dict().items() if name not in known)
         return next((name for name, item in others if not _is_one_of(item, memory)), None)
 
 
 def _is_one_of(item: Any, memory: Container[tuple[Any, ...]]) -> bool:
     """Whether it is a tensor that is known by another name."""
-    return isinstance(item, Tensor) and tree.is_kept(item) and tree.memory_of(item) in memory
+    return isinstance(item, Tensor) and tree.is_storable(item) and tree.memory_of(item) in memory
 
 
 class _Registers:

@@ -25,7 +25,7 @@ from rollback.train.incidents.rewinder import Rewinder
 from rollback.train.probe.batches import ProbeUpdate, ProbeUpdates
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import is_sharded
-from rollback.train.state.module_buffers import marks_of_not_kept
+from rollback.train.state.module_buffers import versions_of_unstored
 from rollback.train.state.state import TrainingState
 from rollback.train.state.state_copy import GradientCopy, StateCopy
 from rollback.train.step import StepInProgress
@@ -203,4 +203,4 @@ class Prober:
         return None
 
     def _marks_of_hidden(self) -> list[tuple[str, int, int]]:
-        return [mark for module in self._state.modules.values() for mark in marks_of_not_kept(module)]
+        return [one for module in self._state.modules.values() for one in versions_of_unstored(module)]

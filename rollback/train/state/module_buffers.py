@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from rollback.errors import RunDoesNotFit
 from rollback.train.sharded import is_sharded, local_of
-from rollback.train.state.tree import is_kept, memory_of
+from rollback.train.state.tree import is_storable, memory_of
 
 NOT_KEPT = (
     "tensors-not-kept",
@@ -58,11 +58,11 @@ def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
         if item is not None and is_lazy(item):
             continue  # it is in the state, too, which is refused by its name
         same = isinstance(stored, Tensor) and item is not None and stored.data_ptr() == item.data_ptr() != 0
-        if item is None or (not same and is_kept(item)):
+        if item is None or (not same and is_storable(item)):
             found[name] = item
     if all(item is None for item in found.values()):
         return found
-    seen = {memory_of(item) for item in state.values() if isinstance(item, Tensor) and is_kept(item)}
+    seen = {memory_of(item) for item in state.values() if isinstance(item, Tensor) and is_storable(item)}
     for name, item in list(found.items()):
         if item is not None and memory_of(item) in seen:
             del found[name]
@@ -173,19 +173,21 @@ def not_kept(module: nn.Module) -> list[str]:
 
     Views of kept tensors are not among them.
     """
-    return list(dict.fromkeys(name for name, _ in _not_kept(module)))
+    return list(dict.fromkeys(name for name, _ in _unstored(module)))
 
 
-def marks_of_not_kept(module: nn.Module) -> list[tuple[str, int, int]]:
+def versions_of_unstored(module: nn.Module) -> list[tuple[str, int, int]]:
     """What changes when a module gets another such tensor, or writes to one."""
-    return [(name, id(item), 0 if item.is_inference() else item._version) for name, item in _not_kept(module)]
+    return [(name, id(item), 0 if item.is_inference() else item._version) for name, item in _unstored(module)]
 
 
-def _not_kept(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _unstored(module: nn.Module) -> list[tuple[str, Tensor]]:
     state = (item for item in tree_leaves(module.state_dict()) if isinstance(item, Tensor))  # also of extra states
-    held = {storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_kept(item)}
-    odd = [(name, item) for name, item in module.named_buffers() if not is_kept(item)]
-    plain = [(name, item) for name, item in _attributes(module) if not is_kept(item) or storage_of(item) not in held]
+    held = {storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_storable(item)}
+    odd = [(name, item) for name, item in module.named_buffers() if not is_storable(item)]
+    plain = [
+        (name, item) for name, item in _attributes(module) if not is_storable(item) or storage_of(item) not in held
+    ]
     return odd + plain
 
 

@@ -195,7 +195,7 @@ class TrainingState:
 
     def _kept_buffers(self) -> list[Tensor]:
         found = (item for module in self.modules.values() for item in module.buffers())
-        return [item for item in found if not is_lazy(item) and tree.is_kept(item)]
+        return [item for item in found if not is_lazy(item) and tree.is_storable(item)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
