@@ -157,7 +157,7 @@ def _start(root: Path) -> None:
     assert identity is not None
     found, lock = read_run(paths, identity.job, Ranks(), Settings(accept_structural=True))
     json.dumps({"history": history_as_json.dump_json(found.history).decode()}).encode()  # for the other ranks
-    Recorder(paths, found.attempt, first=True, journal=found.journal).close()
+    Recorder(paths, found.attempt, is_rank_0=True, journal=found.journal).close()
     if lock is not None:
         lock.release()
 

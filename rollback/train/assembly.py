@@ -67,7 +67,7 @@ def _checkpoint_side(
         fast = FastTier(tier[0], ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)
     else:  # what is in slots alone is not lost: a later attempt may find it
         held = [item._replace(slot=None) for item in held if item.in_ring]
-    if (out_of_reach := len(run.held) - len(held)) and ranks.first:
+    if (out_of_reach := len(run.held) - len(held)) and ranks.is_rank_0:
         say(
             f"{counted(out_of_reach, 'checkpoint is', 'checkpoints are')} in memory alone, and this attempt cannot go "
             f"back there, since it has no fast tier ({tier[1]}); the next checkpoint is taken as soon as there is room "

@@ -239,7 +239,7 @@ class Guard:
         """Judge each update before the next batch is handed out, and not beside that batch: for loops that cannot go
         through their next batch where weights are NaN, as one that samples from the model. Each step then waits for the
         sum of what the ranks have told, and on a GPU for the update."""
-        self._loop.judge.first = True
+        self._loop.judge.before_next_batch = True
 
     # What it asks --------------------------------------------------------------------------------------------------
 

@@ -183,7 +183,7 @@ class TrainingLoop:
         rehearsed = self.pass_rehearsal.due and self.batches.nothing_is_left()
         if rehearsed or (between_steps and self._snapshot_due()):
             self._take_snapshot(rehearsed=rehearsed)
-        if between_steps and self.judge.first:
+        if between_steps and self.judge.before_next_batch:
             self._settle()
         if between_steps and self.prober.due:
             self._settle()

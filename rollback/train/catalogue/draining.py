@@ -78,7 +78,7 @@ def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks:
     if supervised() or not ranks.first_of_host:
         return None
     drainer: Drainer | Helper | None = Helper(paths, f"rank-{ranks.rank:05d}", say)
-    if ranks.first:
+    if ranks.is_rank_0:
         drainer = drainer_for(paths, settings, record.note, say)
     try:
         if drainer is not None:

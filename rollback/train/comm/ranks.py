@@ -71,7 +71,7 @@ class Ranks:
         """How many sums of the pulse this rank has begun in shared memory."""
 
     @property
-    def first(self) -> bool:
+    def is_rank_0(self) -> bool:
         return self.rank == 0
 
     def meet(self) -> None:
@@ -88,7 +88,7 @@ class Ranks:
     @property
     def first_in_directory(self) -> bool:
         """Whether this rank is the one that makes what is missing in its run directory."""
-        return self.first_of_host if self.apart else self.first
+        return self.first_of_host if self.apart else self.is_rank_0
 
     def collectives_begun(self) -> int | None:
         """Number of collectives that this rank has begun, in its default process group or in memory that the ranks
@@ -159,7 +159,7 @@ class Ranks:
         """
         if not self.distributed:
             return act()
-        ended = in_daemon(act, "rollback-first") if self.first else None
+        ended = in_daemon(act, "rollback-first") if self.is_rank_0 else None
         while not self.all_of(ended is None or bool(wait([ended], MEET_EVERY).done)):
             pass
         return self.agreed(lambda: ended.result() if ended is not None else None)
@@ -172,11 +172,11 @@ class Ranks:
         """Collective: rank 0's JSON value. (broadcast_object_list would pickle.)"""
         if not self.distributed:
             return json.loads(json.dumps(value))
-        body = json.dumps(value).encode() if self.first else b""
+        body = json.dumps(value).encode() if self.is_rank_0 else b""
         size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
         self._broadcast(size, 0)
         buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
-        if self.first:
+        if self.is_rank_0:
             buffer.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         self._broadcast(buffer, 0)
         return json.loads(bytes(buffer.cpu().numpy()))

@@ -192,9 +192,7 @@ class IncidentEvidence:
         exploded = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
         weights = self._weights()
         buffers = [
-            name
-            for name, value in self._model.named_buffers()
-            if tree.is_storable(value) and kind_in(value) is not None
+            name for name, item in self._model.named_buffers() if tree.is_storable(item) and kind_in(item) is not None
         ]
         return RankEvidence(
             incident=incident.incident,

@@ -85,7 +85,7 @@ class Judge:
         """On the step that was judged last."""
         self._attempt = run.attempt
         self._turn = 0  # odd while a step is being judged
-        self.first = False  # whether each step is judged before the next one begins
+        self.before_next_batch = False  # whether each step is judged before the next one begins
         self.beat: Beat | None = None  # the last one that was read
 
     def end_step(

@@ -48,8 +48,8 @@ class Requests:
         self._checkpoints = checkpoints
         self._skips = skips
         self._cursor = cursor
-        self._inbox = Inbox(run.paths, run.history.answers) if run.ranks.first else None
-        self._launch = launch_of(run.paths) if run.ranks.first else None
+        self._inbox = Inbox(run.paths, run.history.answers) if run.ranks.is_rank_0 else None
+        self._launch = launch_of(run.paths) if run.ranks.is_rank_0 else None
         self._requested = set(run.history.requests)
         self._held = set[str]()
         """Rank 0: those that wait until the journal can be written."""

@@ -224,7 +224,7 @@ class LastSnapshot:
     def _stop(self, why: str) -> None:
         """Not collective: without the marks of one rank there is none."""
         rank, hosts = self._run.ranks.rank, self._members.hosts
-        if self._run.ranks.first:
+        if self._run.ranks.is_rank_0:
             note_stopped(self._run, why)
         elif hosts is None or hosts.own == FIRST:
             self._mark.tell_stopped(why)

@@ -162,7 +162,7 @@ class OwnShard:
             with _in_words(self._name):
                 shapes = {key: item.shape for key, item in self._shard.entries.items()}
                 self._parts = read_parts(self._shard.metadata, shapes)
-                self._shared = parse_json(self._shard.metadata["shared"]) if ranks.first else None
+                self._shared = parse_json(self._shard.metadata["shared"]) if ranks.is_rank_0 else None
                 self.frozen = FrozenInCheckpoint(frozen.read_digests(self._shard.metadata), manifest.frozen)
                 self._local = parse_json(self._shard.metadata["local"])
                 require_keys(tree.decode(self._local, lambda key: _stand_in(self._shard, key)), "local")

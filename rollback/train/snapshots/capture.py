@@ -78,7 +78,7 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
     there = {**shared, **image.local_tensors}
     stored = {name: item for name, item in there.items() if owner.get(name, ranks.rank) == ranks.rank}
     metadata = {"local": json.dumps(image.local)}
-    if ranks.first:
+    if ranks.is_rank_0:
         metadata["shared"] = json.dumps(image.shared)
         if frozen:
             metadata[METADATA_FROZEN] = write_digests(frozen)

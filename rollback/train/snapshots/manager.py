@@ -206,10 +206,10 @@ class CheckpointManager:
         self._release_slot(name)
         self.catalogue.drop(name)
         if isinstance(fault, CheckpointOutOfReach):
-            if self._ranks.first:
+            if self._ranks.is_rank_0:
                 say(f"checkpoint {name} cannot be used in this attempt: {reason}")
             return
-        if self._ranks.first and os.path.lexists(self._paths.checkpoint(name)):
+        if self._ranks.is_rank_0 and os.path.lexists(self._paths.checkpoint(name)):
             say_if_it_fails(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
         self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
@@ -232,12 +232,12 @@ class CheckpointManager:
         """
         if (slot := self.catalogue.slot(name)) is not None:
             return not self.snapshots.memory.slots_of_host.has_checkpoint(slot)
-        return self._ranks.first and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
+        return self._ranks.is_rank_0 and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
         """What rank 0 finds in the ring, on all ranks. None: the disk failed."""
         found = None
-        if self._ranks.first:
+        if self._ranks.is_rank_0:
             try:
                 found = look()
             except OSError as error:
@@ -317,7 +317,7 @@ class CheckpointManager:
 
         if slot is not None:
             self.snapshots.memory.slots_of_host.release(slot, partial(told, "fast"))
-        elif self._owns_ring and self._ranks.first:
+        elif self._owns_ring and self._ranks.is_rank_0:
             self.snapshots.thread.submit(self._evict_from_ring, name, partial(told, "durable"))
 
     def _evict_from_ring(self, name: str, then: Callable[[bool], None]) -> None:

@@ -246,7 +246,7 @@ class Snapshots:
         self._turn += 1
         if ailing := tuple(reports.nonfinite.nonzero().flatten().tolist()):
             return self._end("there are new values in it that are not finite", ailing=ailing)
-        commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
+        commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.is_rank_0
         flight.move(SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT)
         self.memory.used_by = flight.job = self.thread.submit(self._complete, flight, reports, commits)
         return None
@@ -265,7 +265,7 @@ class Snapshots:
             fault = f"{fault} (this rank: {flight.fault})" if flight.fault else fault
             if flight.slot is not None:
                 self.memory.slots_of_host.release(flight.slot, after=flight.job)
-            elif self._ranks.first:
+            elif self._ranks.is_rank_0:
                 # In the thread, behind whatever it still does with the directory.
                 abandon = partial(ring.abandon, self._paths, name, self._attempt)
                 self.thread.submit(say_if_it_fails, f"removing what was written of {name}", abandon)
@@ -287,7 +287,7 @@ class Snapshots:
                 raise OSError("there is no fast tier, and every host has a run directory of its own")
             directory = ring.begin_writing(self._paths, flight.manifest.name, self._attempt)
             written = write_direct(directory / place.file, region.view, place.start)
-        self.frozen.require_stored(frozen, first=self._ranks.first)
+        self.frozen.require_stored(frozen, is_rank_0=self._ranks.is_rank_0)
         flight.nonfinite = capture.nonfinite()
         flight.shard_report = ShardReport(
             written, capture.digest(), len(flight.nonfinite), capture.part_digest(), capture.sample_digest()

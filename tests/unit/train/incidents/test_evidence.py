@@ -183,7 +183,7 @@ class Bench:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.gradients = Gradients(self.optimizer, None)
         self.paths = RunPaths(folder)
-        run = AttachedRun(self.paths, Ranks(), Settings(), Recorder(self.paths, 1, first=False), History())
+        run = AttachedRun(self.paths, Ranks(), Settings(), Recorder(self.paths, 1, is_rank_0=False), History())
         self.evidence = IncidentEvidence(run, self.model, limit)
 
     def step(self, number: int, loss: float = 1.0, **gradients: float) -> float:

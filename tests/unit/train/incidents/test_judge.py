@@ -44,7 +44,7 @@ class Steps:
         ranks, settings = Ranks(), settings or Settings(probation=8, rewind=0)
         for directory in (self.paths.ring, self.paths.ranks):
             directory.mkdir(parents=True)
-        self.record = record = Recorder(self.paths, 1, first=True)
+        self.record = record = Recorder(self.paths, 1, is_rank_0=True)
         self.snapshots = Snapshots(self.paths, ranks, 0, 1)
         self.catalogue = Catalogue(settings.probation)
         run = AttachedRun(self.paths, ranks, settings, record, History())

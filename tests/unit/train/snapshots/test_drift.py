@@ -74,7 +74,7 @@ def test_what_the_optimizer_keeps_is_compared_too_a_few_tensors_in_turn(turn: in
     kept = ("exp_avg", "exp_avg_sq", "step")
     tensors = {f"shared/optimizer/state/{place}/{name}": torch.ones(2) for place in range(5) for name in kept}
     tensors |= {"shared/model/weight": torch.ones(2), "shared/objects/average/weight": torch.ones(2)}
-    two = cast(Ranks, SimpleNamespace(rank=0, world_size=2, first=True))
+    two = cast(Ranks, SimpleNamespace(rank=0, world_size=2, is_rank_0=True))
     share = share_of(Image({}, {}, tensors, {}, {}, {}), two, turn=turn)
     assert [*share.replicas] == ["shared/model/weight"]
     names = [name for item in share.sample for name, one in tensors.items() if one.data_ptr() == item.data_ptr()]
