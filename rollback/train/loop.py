@@ -294,7 +294,7 @@ class TrainingLoop:
     def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> None:
         self.step_in_progress.show(f"saving at {by}")  # the words by which ranks are told apart whose data end apart
         self.training_end.keep_state(by, left_over=left_over, left=left)
-        while self.checkpoints.ailing is not None:
+        while self.checkpoints.unanswered is not None:
             self._act(self.judge.answer_state())  # where the finding is left alone, the state is kept
             self.training_end.keep_state(by, left_over=left_over, left=left)
         self.step_in_progress.heartbeat.turn_to("training")

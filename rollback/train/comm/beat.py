@@ -105,7 +105,7 @@ class Beat(HostFields, GaugeFields[float]):
     """Mean over the ranks, NaN or Inf if any rank's was; None if no rank had one."""
     grad_norm: float | None = None
     """Mean over the ranks, NaN or Inf if any rank's was; None if no rank had one."""
-    ailing: tuple[int, ...] = ()
+    nonfinite_ranks: tuple[int, ...] = ()
     """The ranks whose loss was not finite; if there are none, the ranks whose gradient norm was not (after DDP's
     all-reduce these are all ranks)."""
     shard_reports: Tensor | None = None
@@ -159,7 +159,7 @@ def without_ill(row: list[float]) -> list[float]:
 
 
 def beat_of(sent: Sequence[bytes]) -> Beat | None:
-    """The beat that the ranks have together, by what each has put into it (`Pulse.sent`), without `ailing` and reports.
+    """The beat of the ranks by what each has put into it (`Pulse.sent`), without `nonfinite_ranks` and reports.
 
     None: in another order of the ranks the sums might be rounded otherwise, so they may not be what the group computes.
     """
@@ -181,7 +181,7 @@ def _exact_sum(column: Sequence[float]) -> float | None:
 
 
 def read_beat(vector: Tensor | list[float], world_size: int) -> Beat:
-    """All of a beat but `ailing`. vector: on the host."""
+    """All of a beat but `nonfinite_ranks`. vector: on the host."""
     reports: Tensor | None = None
     if isinstance(vector, Tensor):
         row: list[float] = (vector if vector.numel() == FIELDS else vector[:FIELDS]).tolist()

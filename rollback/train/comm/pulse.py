@@ -121,7 +121,7 @@ class Pulse:
         self._work = self._vector = None
         beat = read_beat(vector, self._ranks.world_size)
         if not (math.isfinite(beat.loss or 0.0) and math.isfinite(beat.grad_norm or 0.0)):
-            beat.ailing = self._ailing(beat)
+            beat.nonfinite_ranks = self._nonfinite_ranks(beat)
         return beat
 
     def await_sum(self) -> None:
@@ -153,8 +153,8 @@ class Pulse:
         if self._handed is not None:
             self._handed.take_back()
 
-    def _ailing(self, beat: Beat) -> tuple[int, ...]:
-        """Collective: the ranks that `Beat.ailing` tells of, where a value of the beat is not finite."""
+    def _nonfinite_ranks(self, beat: Beat) -> tuple[int, ...]:
+        """Collective: the ranks that `Beat.nonfinite_ranks` tells of, where a value of the beat is not finite."""
         at = AILMENTS_AT + (2 if math.isfinite(beat.loss or 0.0) else 0)
         row = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
         row[self._ranks.rank] = sum(self._own[at : at + 2])

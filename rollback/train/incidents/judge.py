@@ -238,7 +238,7 @@ class Judge:
         self._checkpoints.advance(beat)
         stream, batches = self._stream(span), Window(first=span.first_batch, last=span.last_batch)
         fact = self._cases.screen_out(verdict, batches, stream, self.timeline)
-        return Undo(fact.window) if fact is not None else self._answer(verdict, span, beat.ailing, lost=False)
+        return Undo(fact.window) if fact is not None else self._answer(verdict, span, beat.nonfinite_ranks, lost=False)
 
     def _judge(self, beat: Beat, span: StepSpan) -> Decision | None:
         self.beat = beat
@@ -264,8 +264,8 @@ class Judge:
         decision = None
         if verdict.kind in _ACTED_ON and not self._observed:
             lost = beat.loss is not None and not math.isfinite(beat.loss)
-            decision = self._answer(verdict, span, beat.ailing, lost=lost)
-        if decision is None and self._checkpoints.ailing is not None:
+            decision = self._answer(verdict, span, beat.nonfinite_ranks, lost=lost)
+        if decision is None and self._checkpoints.unanswered is not None:
             decision = self.answer_state()
         if decision is not None:
             return decision
@@ -283,12 +283,12 @@ class Judge:
         return begins
 
     def answer_state(self) -> Decision | None:
-        """Plan the answer to `CheckpointManager.ailing`: the last snapshot was dropped because something in it is not
-        finite.
+        """Plan the answer to `CheckpointManager.unanswered`: the last snapshot was dropped because something in it is
+        not finite.
 
         It may have been so from the newest checkpoint on: those have been looked at.
         """
-        landing, self._checkpoints.ailing = self._checkpoints.ailing, None
+        landing, self._checkpoints.unanswered = self._checkpoints.unanswered, None
         assert landing is not None
         found = union(self._ranks.from_each(landing.nonfinite))
         self._finite.accept(found)  # a restore takes that back; who only observes is told once
@@ -297,16 +297,18 @@ class Judge:
         manifest, newest = landing.manifest, self._checkpoints.catalogue.newest()
         since = newest.step if newest else 0
         what = self._finite.in_words(min(found))
-        text = self._finite.account(found, landing.ailing, manifest.step, since)
+        text = self._finite.account(found, landing.nonfinite_ranks, manifest.step, since)
         step = max(since, manifest.step - 1)
         verdict = Verdict(Kind.NONFINITE, step, since, "nonfinite-state", what, explanation=text)
-        return self._answer(verdict, self._span_of(step, self._spans[-1]), landing.ailing, lost=False)
+        return self._answer(verdict, self._span_of(step, self._spans[-1]), landing.nonfinite_ranks, lost=False)
 
-    def _answer(self, verdict: Verdict, span: StepSpan, ailing: tuple[int, ...], *, lost: bool) -> Decision | None:
+    def _answer(
+        self, verdict: Verdict, span: StepSpan, nonfinite_ranks: tuple[int, ...], *, lost: bool
+    ) -> Decision | None:
         # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
         self._checkpoints.settle()
         onset = self._span_of(verdict.onset if verdict.onset is not None else span.step, span)
-        samples = self._samples({onset.step, span.step}, ailing)
+        samples = self._samples({onset.step, span.step}, nonfinite_ranks)
         incident = Incident(
             incident=self._cases.next_number(),
             verdict=verdict.kind.value,
@@ -316,7 +318,7 @@ class Judge:
             threshold=verdict.threshold,
             explanation=verdict.explanation,
             window=verdict.window,
-            ranks=ailing,
+            ranks=nonfinite_ranks,
             onset_step=onset.step,
             onset_batch=onset.first_batch,
             detection_step=span.step,
@@ -334,9 +336,9 @@ class Judge:
         self._cases.called(incident, span.batches_per_step)
         return self._plan(incident, self._stream(span))
 
-    def _samples(self, steps: set[int], ailing: tuple[int, ...]) -> tuple[int, ...]:
+    def _samples(self, steps: set[int], nonfinite_ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Collective: data set indices of what may have done it, in these steps and on the ranks that may have."""
-        suspected = not ailing or self._ranks.rank in ailing
+        suspected = not nonfinite_ranks or self._ranks.rank in nonfinite_ranks
         own = self._evidence.samples(steps) if suspected else []
         found = set[int]().union(*self._ranks.from_each(own[: MOST + 1]))
         return tuple(sorted(found)) if len(found) <= MOST else ()

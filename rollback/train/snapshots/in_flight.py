@@ -122,7 +122,7 @@ class Landing:
     """Why it became no checkpoint, None where it did; with what this rank has to say of it."""
     drifted: tuple[int, ...] = ()
     """Ranks whose parameters differ."""
-    ailing: tuple[int, ...] = ()
+    nonfinite_ranks: tuple[int, ...] = ()
     """Ranks where something is not finite that was before."""
     nonfinite: Mapping[str, NonFiniteKind] = field(default_factory=dict)
     """What on this one."""

@@ -61,7 +61,7 @@ class CheckpointManager:
         self._leaving: dict[str, Callable[[bool], None]] = {}  # touched by the thread alone
         self._failing = False
         """Whether the last snapshot could not be written. That is said once, however many follow."""
-        self.ailing: Landing | None = None
+        self.unanswered: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
         """The fast tier has failed, and what it held may be lost or out of reach, or a snapshot was torn: another one
@@ -153,7 +153,7 @@ class CheckpointManager:
         if event.undid_one:
             return
         self.catalogue.restart_probation()
-        self.ailing = None
+        self.unanswered = None
 
     def as_held(self) -> list[PolicyCheckpoint]:
         """The checkpoints that a plan may choose from. Rank 0 looks into the ring for those that left the fast tier."""
@@ -253,11 +253,11 @@ class CheckpointManager:
 
     def _land(self, landing: Landing) -> None:
         manifest = landing.manifest
-        if landing.ailing:
-            self.ailing = landing
+        if landing.nonfinite_ranks:
+            self.unanswered = landing
         self.fault = landing.fault
         failed_before = self._failing
-        if not landing.ailing:
+        if not landing.nonfinite_ranks:
             self._failing = landing.fault is not None
         if landing.fault is not None:
             self.catalogue.drop(manifest.name)
@@ -267,7 +267,7 @@ class CheckpointManager:
                 Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.fault),
                 f"the checkpoint of step {manifest.step} could not be written: {landing.fault}; training goes on, and "
                 "it is said when one can be written again"
-                if not landing.ailing and not failed_before else None,
+                if not landing.nonfinite_ranks and not failed_before else None,
             )  # fmt: skip
             return
         self._record.note(

@@ -244,14 +244,16 @@ class Snapshots:
         if ranks := drift.differing(reports.samples):
             return self._end(drift.in_words(ranks, self._ranks.world_size, drift.OBJECTS), drifted=ranks)
         self._turn += 1
-        if ailing := tuple(reports.nonfinite.nonzero().flatten().tolist()):
-            return self._end("there are new values in it that are not finite", ailing=ailing)
+        if nonfinite_ranks := tuple(reports.nonfinite.nonzero().flatten().tolist()):
+            return self._end("there are new values in it that are not finite", nonfinite_ranks=nonfinite_ranks)
         commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.is_rank_0
         flight.move(SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT)
         self.memory.used_by = flight.job = self.thread.submit(self._complete, flight, reports, commits)
         return None
 
-    def _end(self, fault: str | None = None, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
+    def _end(
+        self, fault: str | None = None, drifted: tuple[int, ...] = (), nonfinite_ranks: tuple[int, ...] = ()
+    ) -> Landing:
         """fault: why it becomes no checkpoint; None: it is one."""
         flight = self.in_flight
         assert flight is not None
@@ -270,7 +272,7 @@ class Snapshots:
                 abandon = partial(ring.abandon, self._paths, name, self._attempt)
                 self.thread.submit(say_if_it_fails, f"removing what was written of {name}", abandon)
         took = time.monotonic() - flight.began
-        return Landing(flight.manifest, flight.tier, took, fault, drifted, ailing, flight.nonfinite)
+        return Landing(flight.manifest, flight.tier, took, fault, drifted, nonfinite_ranks, flight.nonfinite)
 
     # In the thread -------------------------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ class SnapshotSchedule:
             self.take_snapshot(timeline)
             self._checkpoints.settle()
             kept = self._checkpoint_here()
-            if self._checkpoints.ailing is not None:
+            if self._checkpoints.unanswered is not None:
                 break  # the state itself is amiss, wherever it is written to
         return kept
 

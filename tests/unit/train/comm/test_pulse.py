@@ -82,7 +82,7 @@ def reduce(
     if on_device and not all_finite(total[:SCALARS].tolist()):
         total = torch.stack([pulse._sum_without_ill(total) for pulse in pulses]).sum(0)
     beat = read_beat(total, len(rows))
-    beat.ailing = tuple(rank for pulse in pulses for rank in pulse._ailing(beat))
+    beat.nonfinite_ranks = tuple(rank for pulse in pulses for rank in pulse._nonfinite_ranks(beat))
     return beat
 
 
@@ -96,7 +96,7 @@ def test_a_beat_says_what_the_ranks_said(on_device: bool, rows: list[tuple[float
         assert same(read, mean) or math.isclose(read or 0.0, mean or 0.0, rel_tol=1e-12, abs_tol=1e-300)
     ill = [[value is not None and not math.isfinite(value) for value in values] for values in (losses, norms)]
     named = ill[0] if any(ill[0]) else ill[1]
-    assert beat.ailing == tuple(rank for rank, is_ill in enumerate(named) if is_ill)
+    assert beat.nonfinite_ranks == tuple(rank for rank, is_ill in enumerate(named) if is_ill)
     assert beat.stop == any(said.stop for *_, said in rows)
     assert beat.scaler_skipped == any(said.scaler_skipped for *_, said in rows)
     assert beat.committed == sum(said.committed for *_, said in rows)
@@ -229,7 +229,7 @@ def test_the_norm_of_sharded_gradients_is_the_root_of_all_squares_and_none_where
     beat = reduce([(None, scalar(norm), Signs()) for norm in (3.0, math.nan)], on_device, broken)
     assert beat.grad_norm is not None
     assert math.isnan(beat.grad_norm)
-    assert beat.ailing == (1,)
+    assert beat.nonfinite_ranks == (1,)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -288,7 +288,7 @@ def test_one_process_reads_its_own_beat() -> None:
     pulse.send(torch.tensor(2.0), None, Signs(stop=True))
     assert pulse.under_way
     beat = pulse.read()
-    assert (beat.loss, beat.grad_norm, beat.stop, beat.ailing) == (2.0, None, True, ())
+    assert (beat.loss, beat.grad_norm, beat.stop, beat.nonfinite_ranks) == (2.0, None, True, ())
     assert not pulse.under_way
 
 
@@ -359,7 +359,7 @@ for ranks.host_count in read:
         pulse.send(mine, torch.tensor(1.0 + ranks.rank), Signs(stop=ranks.rank == 1, shard_report=report))
         beat = pulse.read()
         reports = None if beat.shard_reports is None else beat.shard_reports.tolist()
-        read[ranks.host_count].append([repr(beat.loss), beat.grad_norm, list(beat.ailing), beat.stop, reports])
+        read[ranks.host_count].append([repr(beat.loss), beat.grad_norm, list(beat.nonfinite_ranks), beat.stop, reports])
     pulse.close()
     pulse.close()
 texts = ranks.from_each("x" * (3 * ranks.rank) + "é")

@@ -55,7 +55,7 @@ class TwoRanks:
         said: list[Signs] = [one.signs() for one in self.ranks]
         reports = [sign.shard_report for sign in said if sign.shard_report]
         reduced = Beat(
-            loss=None, grad_norm=None, ailing=(), stop=False, scaler_skipped=False,
+            loss=None, grad_norm=None, nonfinite_ranks=(), stop=False, scaler_skipped=False,
             shard_written=sum(sign.shard_written for sign in said),
             shard_failed=sum(sign.shard_failed for sign in said),
             committed=sum(sign.committed for sign in said), torn=sum(sign.torn for sign in said),
