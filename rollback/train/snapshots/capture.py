@@ -47,7 +47,7 @@ class RankShare:
 
     replicas: what all ranks have alike and compare: parameters, and of a sharded model what is kept beside them in
     plain tensors; empty if there is one rank. parts: this rank's parts of the sharded parameters, and where they lie in
-    the whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores. sample: of
+    the whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores. spot_check: of
     the rest, what is compared this time; empty if there is one rank.
     """
 
@@ -58,7 +58,7 @@ class RankShare:
     sharded: Mapping[str, Tensor] = field(default_factory=dict)
     finite: FiniteCheck | None = None
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
-    sample: Sequence[Tensor] = ()
+    spot_check: Sequence[Tensor] = ()
 
     def kinds(self) -> dict[str, Kind]:
         return {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in self.tensors.items()}
@@ -86,12 +86,12 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
         metadata[METADATA] = write_parts({name: part for name, part in image.parts.items() if name in stored})
     compared = _compared(shared, image) if ranks.world_size > 1 else {}
     rest = {name: item for name, item in shared.items() if name not in compared}
-    sample = drift.sample(rest, turn) if ranks.world_size > 1 else ()
+    checked = drift.spot_check(rest, turn) if ranks.world_size > 1 else ()
     parts = {
         name: (part, image.local_tensors[name]) for name, part in image.parts.items() if name.startswith(PARAMETERS)
     }
     still = {name: image.shared_tensors[name] for name in frozen}
-    return RankShare(stored, compared, metadata, parts, image.sharded, image.finite, still, sample)
+    return RankShare(stored, compared, metadata, parts, image.sharded, image.finite, still, checked)
 
 
 def _compared(shared: Mapping[str, Tensor], image: Image) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ class Capture:
         self._arrived: Any = None
         self._on_device: list[Tensor | int] = [0, 0, 0]
         """Digests of what the device holds of the replicas, of the parts, and of the sample."""
-        self._of_sample = 0
+        self._of_spot_check = 0
 
     def start(self) -> None:
         """Copy the restless tensors, and make the device begin to copy the tensors that it holds.
@@ -142,7 +142,7 @@ class Capture:
         self._region.view[: self._layout.header_space] = self._layout.head(self._share.metadata)
         self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})
         self._digest({name: item for name, item in self._stored_by_others.items() if not _is_still(name)})
-        self._of_sample = int(drift.on_device(item for item in self._share.sample if not item.is_cuda))
+        self._of_spot_check = int(drift.on_device(item for item in self._share.spot_check if not item.is_cuda))
         self._start_on_device()
         if self._mode != "overlapped":
             self._copy(self._still)
@@ -171,9 +171,9 @@ class Capture:
         places = {name: part for name, (part, _) in sorted(self._share.parts.items())}
         return drift.narrowed(xxhash.xxh3_64_intdigest(write_parts(places).encode())), self._digest_of(self._parts)
 
-    def sample_digest(self) -> int:
+    def spot_check_digest(self) -> int:
         """The digest of the sample. Call it after `finish`."""
-        return drift.narrowed((self._of_sample ^ int(self._on_device[2])) & _MASK)
+        return drift.narrowed((self._of_spot_check ^ int(self._on_device[2])) & _MASK)
 
     def _digest_of(self, tensors: Mapping[str, Tensor]) -> int:
         if not tensors:
@@ -228,7 +228,7 @@ class Capture:
         compared = [
             *([items[name] for name in sorted(items) if items[name].is_cuda]
               for items in (self._share.replicas, self._parts)),
-            [item for item in self._share.sample if item.is_cuda],
+            [item for item in self._share.spot_check if item.is_cuda],
         ]  # fmt: skip
         device = next((item.device for items in (tensors.values(), *compared) for item in items), None)
         if device is None:

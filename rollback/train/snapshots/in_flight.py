@@ -141,7 +141,7 @@ class ShardReport:
     nonfinite: int = 0
     part: tuple[int, int] = (0, 0)
     """Digests of its part of sharded parameters: where it lies, what it holds."""
-    sample: int = 0
+    spot_check: int = 0
     """The digest of the sample of what other objects keep."""
 
     def words(self) -> tuple[int, ...]:
@@ -150,19 +150,19 @@ class ShardReport:
         for bits in reversed(_WORDS):
             words.append(rest & ((1 << bits) - 1))
             rest >>= bits
-        return (self.written.size, *reversed(words), self.sample, self.digest, self.nonfinite, *self.part)
+        return (self.written.size, *reversed(words), self.spot_check, self.digest, self.nonfinite, *self.part)
 
 
 class ShardReports:
     """The shard reports of all ranks, by rank. Only `shards` makes an object for each of them.
 
-    words: a row of `ShardReport.words` for each rank (int64). samples, digests, nonfinite: a column of each. parts:
+    words: a row of `ShardReport.words` for each rank (int64). spot_checks, digests, nonfinite: a column of each. parts:
     the two digests of each rank's part.
     """
 
     def __init__(self, words: Tensor) -> None:
         self._written, columns = words[:, : 1 + len(_WORDS)], words[:, 1 + len(_WORDS) :]
-        self.samples, self.digests, self.nonfinite = columns[:, :3].unbind(1)
+        self.spot_checks, self.digests, self.nonfinite = columns[:, :3].unbind(1)
         self.parts = columns[:, 3:]
 
     @property

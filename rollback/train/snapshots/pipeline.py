@@ -237,11 +237,11 @@ class Snapshots:
     def _commit_together(self, flight: SnapshotInFlight, reports: ShardReports) -> Landing | None:
         """All ranks have written and know each other's shard reports: commit, unless what must be alike differs."""
         if ranks := drift.differing(reports.digests):
-            what = drift.PLAIN if reports.of_parts else drift.PARAMETERS
+            what = drift.PLAIN if reports.of_parts else drift.PARAMETERS_IN_WORDS
             return self._end(drift.in_words(ranks, self._ranks.world_size, what), drifted=ranks)
         if ranks := drift.differing_parts(reports.parts):
             return self._end(drift.parts_in_words(ranks), drifted=ranks)
-        if ranks := drift.differing(reports.samples):
+        if ranks := drift.differing(reports.spot_checks):
             return self._end(drift.in_words(ranks, self._ranks.world_size, drift.OBJECTS), drifted=ranks)
         self._turn += 1
         if nonfinite_ranks := tuple(reports.nonfinite.nonzero().flatten().tolist()):
@@ -292,7 +292,7 @@ class Snapshots:
         self.frozen.require_stored(frozen, is_rank_0=self._ranks.is_rank_0)
         flight.nonfinite = capture.nonfinite()
         flight.shard_report = ShardReport(
-            written, capture.digest(), len(flight.nonfinite), capture.part_digest(), capture.sample_digest()
+            written, capture.digest(), len(flight.nonfinite), capture.part_digest(), capture.spot_check_digest()
         )
 
     def _complete(self, flight: SnapshotInFlight, reports: ShardReports, commits: bool) -> None:

@@ -71,12 +71,12 @@ def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
     return found
 
 
-def match(
+def register_buffers(
     module: nn.Module, persistent: Mapping[str, Tensor], others: Mapping[str, Tensor | None], own: Container[str]
 ) -> None:
     """Register the buffers of a checkpoint that this module has not, and remove those that the checkpoint has not: a
-    forward has made them, since or then. `put` gives them their values. A module with a state_dict of its own making
-    (an average of weights, a metric) loads what is in it by itself.
+    forward has made them, since or then. `load_buffers` gives them their values. A module with a state_dict of its own
+    making (an average of weights, a metric) loads what is in it by itself.
 
     persistent, others: the checkpoint's, by whether they were in the state_dict. own: the buffers that the module was
     made with: they stay. Raises RunDoesNotFit for a buffer of a module that is not there.
@@ -105,7 +105,7 @@ def match(
             ) from error
 
 
-def put(module: nn.Module, stored: Mapping[str, Tensor | None], own: Container[object]) -> list[str]:
+def load_buffers(module: nn.Module, stored: Mapping[str, Tensor | None], own: Container[object]) -> list[str]:
     """Give buffers the values of a checkpoint. Returns the names of buffers without a value, which do not change.
 
     The values are copied into the present tensor, where possible, since other objects may refer to it. Else the buffer
@@ -135,7 +135,9 @@ def put(module: nn.Module, stored: Mapping[str, Tensor | None], own: Container[o
     return [name for name, item in hidden.items() if item is not None and name not in stored]
 
 
-def apart(objects: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def split_own_buffers(
+    objects: Mapping[str, Any], states: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """The states of objects beside the model without the buffers that are each rank's own, and these: as of a second
     network, of an average of the weights.
 
@@ -163,8 +165,8 @@ def apart(objects: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict[s
     return shared, own
 
 
-def together(shared: Mapping[str, Any], own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-    """What `apart` took apart."""
+def join_own_buffers(shared: Mapping[str, Any], own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """What `split_own_buffers` took apart."""
     return {owner: {**state, **own[owner]} if owner in own else state for owner, state in shared.items()}
 
 

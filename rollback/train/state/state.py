@@ -18,7 +18,7 @@ from rollback.train.state import module_buffers, tree
 from rollback.train.state.ddp_broadcasts import DdpBroadcasts
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_gpu, take_parts, tensor_in_words
 from rollback.train.state.kept_values import KeptByScript
-from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
+from rollback.train.state.module_buffers import all_of, can_be_written, load_buffers, nonpersistent, not_kept
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
@@ -116,7 +116,7 @@ class TrainingState:
         """
         model, buffers = self.model.state_dict(), all_of(self.model)
         states = {name: item.state_dict() for name, item in self.objects.items()}
-        objects, object_buffers = module_buffers.apart(self.objects, states)
+        objects, object_buffers = module_buffers.split_own_buffers(self.objects, states)
         local = {
             "random": rng.capture(),
             **({"cursor": self.cursor.state_dict()} if data else {}),
@@ -289,14 +289,14 @@ class TrainingState:
         _require_same_order(shared.get("trained", []), self.trained_names())  # checkpoints had none once
         _require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
-        objects = module_buffers.together(shared["objects"], local.get("object_buffers", {}))  # once they were shared
+        objects = module_buffers.join_own_buffers(shared["objects"], local.get("object_buffers", {}))  # once shared
         stored = {owner: {} for owner in self.modules} | local.get("nonpersistent_buffers", {})  # once there were none
         for owner, module in self.modules.items():
             kept = local["buffers"] if owner == "model" else objects[owner]  # its parameters are there already
             persistent = {name: item for name, item in kept.items() if isinstance(item, Tensor)}
-            match(module, persistent, stored[owner], self._own_buffers[owner])
+            module_buffers.register_buffers(module, persistent, stored[owner], self._own_buffers[owner])
         stored["model"] = {**local["buffers"], **stored["model"]}
-        self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner], self._own_memory))
+        self.not_in_checkpoint = self._names(lambda owner, each: load_buffers(each, stored[owner], self._own_memory))
         if not _is_in_place(model, self.model.state_dict()):
             load_into("model", self.model, model)
         load_optimizer(self.optimizer, shared["optimizer"])

@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 from rollback.errors import RunDoesNotFit
 from rollback.sentinel import Sentinel
 from rollback.train.data.cursor import cursor_for
-from rollback.train.state.module_buffers import match, not_kept
+from rollback.train.state.module_buffers import not_kept, register_buffers
 from rollback.train.state.state import TrainingState
 from rollback.train.state.state_copy import StateCopy
 
@@ -202,7 +202,7 @@ def test_a_buffer_of_a_module_that_is_not_there_is_named() -> None:
     model(torch.ones(3, 2))
     image = through_disk(state_of(model).image())
     with pytest.raises(RunDoesNotFit, match=r"the checkpoint has the buffer 'inner\.mean'"):
-        match(nn.ModuleDict({"outer": nn.Linear(1, 1)}), image[1]["buffers"], {}, ())
+        register_buffers(nn.ModuleDict({"outer": nn.Linear(1, 1)}), image[1]["buffers"], {}, ())
 
 
 def test_a_module_that_makes_its_state_dict_itself_loads_itself() -> None:
