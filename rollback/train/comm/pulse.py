@@ -65,8 +65,8 @@ class Pulse:
         self._cuda = self._device.type == "cuda"
         on_cpu = ranks.distributed and ranks.world_size > 1 and ranks.device.type == "cpu"
         self._shared = share(ranks, FIELDS + SHARD_REPORT) if on_cpu else None
-        room = FIELDS + ranks.world_size * SHARD_REPORT if self._cuda else 0
-        self._host = torch.zeros(room, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
+        length = FIELDS + ranks.world_size * SHARD_REPORT if self._cuda else 0
+        self._host = torch.zeros(length, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event(blocking=True) if self._cuda else None  # type: ignore[no-untyped-call]
         self._sent: bytes | Tensor = b""

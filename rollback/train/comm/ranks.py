@@ -209,8 +209,8 @@ class Ranks:
         body = json.dumps(value).encode()
         size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
         sizes = self._gather(size).flatten().tolist()
-        room = max(1, *sizes)
-        mine = torch.frombuffer(bytearray(body.ljust(room)), dtype=torch.uint8).to(self.device)
+        longest = max(1, *sizes)
+        mine = torch.frombuffer(bytearray(body.ljust(longest)), dtype=torch.uint8).to(self.device)
         all_of_them = self._gather(mine).numpy()
         return [json.loads(bytes(item[:length])) for item, length in zip(all_of_them, sizes, strict=True)]
 
@@ -270,15 +270,15 @@ def _device_of_group() -> torch.device:
 def _parcels(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The bytes in order, as lists of pieces with at most _PARCEL bytes in each list."""
     parcel: list[Tensor] = []
-    room = _PARCEL
+    left = _PARCEL
     for item in flat:
         start = 0
         while start < len(item):
-            piece = item[start : start + room]
+            piece = item[start : start + left]
             parcel.append(piece)
-            start, room = start + len(piece), room - len(piece)
-            if not room:
+            start, left = start + len(piece), left - len(piece)
+            if not left:
                 yield parcel
-                parcel, room = [], _PARCEL
+                parcel, left = [], _PARCEL
     if parcel:
         yield parcel

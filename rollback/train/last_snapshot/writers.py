@@ -343,9 +343,9 @@ class StateWriter(MarksWriter):
         for rank, record in records.items():
             with ShardReader(directory / record.file, record.written, threads=cores_here()) as shard:
                 names = [name for name in self._owned[rank] if name.startswith(PARAMETERS)]
-                room = memoryview(bytearray(max((shard.entries[name].nbytes for name in names), default=0)))
+                buffer = memoryview(bytearray(max((shard.entries[name].nbytes for name in names), default=0)))
                 for name in names:
-                    shard.read_into(name, read := room[: shard.entries[name].nbytes])
+                    shard.read_into(name, read := buffer[: shard.entries[name].nbytes])
                     if xxhash.xxh3_64_digest(read) != self._digests[name]:
                         raise NotProved("the copy of the parameters is not what was compared")
 

@@ -91,8 +91,8 @@ class ProbeUpdates:
         kept = self._open
         if kept.step == step and kept.unfit is None:  # else it is not judged yet
             try:
-                room = MOST - sum(each.nbytes for each in kept.batches)
-                kept.batches.append(ProbeBatch(batch, room, scripts.generators()))
+                left = MOST - sum(each.nbytes for each in kept.batches)
+                kept.batches.append(ProbeBatch(batch, left, scripts.generators()))
             except (ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
                 kept.batches, kept.unfit = [], f"a batch cannot be kept: {error}"
 

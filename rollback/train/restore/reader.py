@@ -82,7 +82,7 @@ class AllShards:
 
     def load(self, ranks: Ranks, state: TrainingState) -> None:
         live, find = state.live_tensors(), state.places()
-        room = rooms(live, find)
+        target_of = targets(live, find)
 
         def part(key: str, like: Tensor, stored: Sequence[tuple[Part, Stored]]) -> Tensor:
             own_first = sorted(stored, key=lambda item: item[1].shard is not self._own)
@@ -93,7 +93,7 @@ class AllShards:
             like, entry = find(key), shard.entries[key]
             if like is not None and is_sharded(like) and tuple(like.shape) == entry.shape:  # it was not, then
                 return part(key, like, [(whole(entry.shape), Stored(shard, key))])
-            return reads.want(shard, key, room(key, (entry.dtype, entry.shape)))
+            return reads.want(shard, key, target_of(key, (entry.dtype, entry.shape)))
 
         def sharded(key: str) -> Tensor:
             if (like := find(key)) is None:
@@ -208,7 +208,7 @@ class OwnShard:
 
     def load(self, ranks: Ranks, state: TrainingState) -> None:
         live, find = state.live_tensors(), state.places()
-        room = rooms(live, find)
+        target_of = targets(live, find)
         likes, routes = ranks.agreed(partial(self._find_parts, self._meet_holders(find, ranks), find, ranks.rank))
         own = {key for key in self._wanted if self._owner[key] == ranks.rank}
         own |= {key for key, like in likes.items() if self._parts.get(key) == part_of(like, key)}
@@ -219,7 +219,7 @@ class OwnShard:
             with reading(ranks) as reads:
                 for key in sorted(own):
                     entry = self._shard.entries[key]
-                    read[key] = reads.want(self._shard, key, room(key, (entry.dtype, entry.shape)))
+                    read[key] = reads.want(self._shard, key, target_of(key, (entry.dtype, entry.shape)))
                 for key in self.frozen.digests.keys() - self._owner.keys():
                     read[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
                 local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
@@ -231,7 +231,7 @@ class OwnShard:
         by_owner: dict[int, dict[str, tuple[Tensor | None, Kind]]] = {}
         for key in self._wanted:
             kind = self._kinds[key]
-            by_owner.setdefault(self._owner[key], {})[key] = room(key, kind), kind
+            by_owner.setdefault(self._owner[key], {})[key] = target_of(key, kind), kind
         for source, plain in sorted(by_owner.items()):
             found |= self._receive(source, None, read, plain, ranks)
         for (source, to), kinds in sorted(routes.items()):
@@ -307,34 +307,34 @@ class OwnShard:
             ranks.spread([read[key].contiguous() for key in wanted], source, to)
             return {}
         present = {key: fitting(item, kind) for key, (item, kind) in wanted.items()}
-        rooms = {
+        received = {
             key: item if item is not None and item.is_contiguous() else fresh(wanted[key][1])
             for key, item in present.items()
         }
-        ranks.spread(list(rooms.values()), source, to)
+        ranks.spread(list(received.values()), source, to)
         return {
-            key: room if (item := present[key]) is None or item is room else item.copy_(room)
-            for key, room in rooms.items()
+            key: target if (item := present[key]) is None or item is target else item.copy_(target)
+            for key, target in received.items()
         }
 
 
 Reading = AllShards | OwnShard
 
 
-def rooms(live: Mapping[str, Tensor], find: Callable[[str], Tensor | None]) -> Callable[[str, Kind], Tensor | None]:
+def targets(live: Mapping[str, Tensor], find: Callable[[str], Tensor | None]) -> Callable[[str, Kind], Tensor | None]:
     """What a stored tensor of some name and kind is read into: the live one, if there is one.
 
     Of what another object keeps, or a parameter group, a new one on the device of its own: who gets it may keep it.
     None: a new one in the host's memory.
     """
 
-    def room(key: str, kind: Kind) -> Tensor | None:
+    def target(key: str, kind: Kind) -> Tensor | None:
         if (present := live.get(key)) is not None or key.startswith(STILL):
             return present
         own = find(key)
         return None if own is None or own.is_cpu or is_sharded(own) else fresh(kind, own.device)
 
-    return room
+    return target
 
 
 @contextmanager

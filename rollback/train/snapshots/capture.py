@@ -137,7 +137,7 @@ class Capture:
     def start(self) -> None:
         """Copy the restless tensors, and make the device begin to copy the tensors that it holds.
 
-        Raises ValueError if the trees do not fit into the room of the header any more.
+        Raises ValueError if the trees do not fit into the space of the header any more.
         """
         self._region.view[: self._layout.header_space] = self._layout.head(self._share.metadata)
         self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})

@@ -33,7 +33,7 @@ class StateCopy:
         data: bool = True,
     ) -> None:
         image = state.image(data=data)
-        room = before._copies if before is not None else {}
+        reusable = before._copies if before is not None else {}
         self.step, self.batch = state.counters.step, state.cursor.batch
         self._trees = image.shared, image.local
         self._shapes = {name: part.shape for name, part in image.parts.items()}
@@ -41,7 +41,7 @@ class StateCopy:
         tensors = {**image.shared_tensors, **image.local_tensors}
         with torch.no_grad():
             for name in tensors.keys() - image.frozen.intersection(left_out):
-                item, free = tensors[name], room.get(name)
+                item, free = tensors[name], reusable.get(name)
                 if free is not None and (free.shape, free.dtype) == (item.shape, item.dtype):
                     self._copies[name] = free.copy_(item)
                 else:
@@ -60,7 +60,7 @@ class StateCopy:
                 return frozen
             if present is not None and (present.shape, present.dtype) == (held.shape, held.dtype):
                 return present.copy_(held)
-            own = None if name.startswith(STILL) else find(name)  # as `restore.reader.rooms`
+            own = None if name.startswith(STILL) else find(name)  # as `restore.reader.targets`
             return held.clone() if own is None else held.to(local_of(own).device, copy=True)
 
         def sharded(name: str) -> Tensor:
