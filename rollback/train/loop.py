@@ -223,7 +223,7 @@ class TrainingLoop:
 
     def _settle(self) -> None:
         """Judge the last step too. Raises TrainingMoved where this led to a rollback, so that batches follow."""
-        self._act(self.judge.settle())
+        self._act(self.judge.judge_pending())
 
     def _act(self, decision: Decision | None) -> None:
         """Carry out a decision. Raises TrainingMoved where training is at another position then."""

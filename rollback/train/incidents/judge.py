@@ -106,7 +106,7 @@ class Judge:
         requests_open: operators' ones, as this rank sees it. seconds: what a step takes on this rank. screened: judge
         this step too, at once and by itself; it can still be undone.
         """
-        decision = self.settle()
+        decision = self.judge_pending()
         if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.giving_up):
             return decision
         signs = self._checkpoints.snapshots.signs()
@@ -119,7 +119,7 @@ class Judge:
         if screened and (answer := self._screen(self._pulse.read(), span)) is not None:
             return answer
         # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.
-        match self.settle() if decision is not None else None:
+        match self.judge_pending() if decision is not None else None:
             case Rewind() as later if isinstance(decision, Halt):
                 # Planned and journalled; there is no time to carry it out.
                 account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
@@ -128,7 +128,7 @@ class Judge:
                 return later
         return decision
 
-    def settle(self) -> Decision | None:
+    def judge_pending(self) -> Decision | None:
         """Judge the step whose beat is under way, if any."""
         if not self._pulse.under_way:
             return None
@@ -306,7 +306,7 @@ class Judge:
         self, verdict: Verdict, span: StepSpan, nonfinite_ranks: tuple[int, ...], *, lost: bool
     ) -> Decision | None:
         # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
-        self._checkpoints.settle()
+        self._checkpoints.await_landing()
         onset = self._span_of(verdict.onset if verdict.onset is not None else span.step, span)
         samples = self._samples({onset.step, span.step}, nonfinite_ranks)
         incident = Incident(

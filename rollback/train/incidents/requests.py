@@ -197,7 +197,7 @@ class Requests:
         if request.to > step:
             self.answer(name, False, f"refused: the run has not come to step {request.to} yet, it is at step {step}")
             return None
-        self._checkpoints.settle()  # so that all checkpoints there are can be chosen
+        self._checkpoints.await_landing()  # so that all checkpoints there are can be chosen
         target, oldest = self._target(request.to)
         if target is None:
             known = f"the oldest one that can be used is of step {oldest}" if oldest is not None else "there is none"

@@ -174,7 +174,7 @@ def read_to_devices(wanted: Sequence[DeviceRead]) -> None:
             copiers[read.target.device].fill(read)
     finally:
         for copier in copiers.values():
-            copier.settle()
+            copier.await_copies()
 
 
 class _DeviceCopier:
@@ -201,7 +201,7 @@ class _DeviceCopier:
                 if copied is not None:
                     copied.record(self._stream)
 
-    def settle(self) -> None:
+    def await_copies(self) -> None:
         """Wait until the device has all that was read."""
         if self._stream is not None:
             self._stream.synchronize()

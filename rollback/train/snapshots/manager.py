@@ -84,11 +84,11 @@ class CheckpointManager:
         elif beat.missed:
             self.look_after()
 
-    def settle(self) -> None:
+    def await_landing(self) -> None:
         """Wait for the snapshot in flight. A plan that is made afterwards may try again to fetch what failed before."""
         if self._remote is not None:
             self._remote.try_again()
-        if (landing := self.snapshots.settle()) is not None:
+        if (landing := self.snapshots.await_landing()) is not None:
             self._land(landing)
             if not landing.committed and landing.tier == "fast":
                 self.leave_failed_tier()

@@ -151,10 +151,10 @@ class SnapshotMemory:
 
     # The end -------------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def await_slots(self) -> None:
         """Wait for all slots."""
         if self._fast is not None:
-            self._fast.settle()
+            self._fast.await_slots()
 
     def close(self) -> None:
         """When the thread has ended."""

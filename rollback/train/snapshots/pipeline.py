@@ -212,7 +212,7 @@ class Snapshots:
             return self._commit_together(flight, ShardReports(beat.shard_reports))
         return None
 
-    def settle(self) -> Landing | None:
+    def await_landing(self) -> Landing | None:
         """Collective: wait until the flight has ended, without the pulse. Returns the landing."""
         flight = self.in_flight
         if flight is None:
@@ -331,7 +331,7 @@ class Snapshots:
     def wait(self) -> None:
         """Wait for all work of the threads: for tests and measurements."""
         self.thread.submit(int).result()
-        self.memory.settle()
+        self.memory.await_slots()
 
     def close(self) -> None:
         """Wait for the threads."""

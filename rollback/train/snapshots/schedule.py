@@ -133,7 +133,7 @@ class SnapshotSchedule:
 
         No other snapshot may follow, so this waits for it. If the fast tier fails, the run directory gets it.
         """
-        self._checkpoints.settle()
+        self._checkpoints.await_landing()
         self._checkpoints.look_after()
         kept, tier = self._checkpoint_here(), ""
         for _ in range(_TRIES if self._settings.snapshot_every else 0):
@@ -141,7 +141,7 @@ class SnapshotSchedule:
                 break
             tier = self._snapshots.memory.tier
             self.take_snapshot(timeline)
-            self._checkpoints.settle()
+            self._checkpoints.await_landing()
             kept = self._checkpoint_here()
             if self._checkpoints.unanswered is not None:
                 break  # the state itself is amiss, wherever it is written to

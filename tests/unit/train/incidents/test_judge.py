@@ -72,7 +72,7 @@ class Steps:
         timeline, batch = self.judge.timeline, self.step * self.per_step
         flight = self.snapshots.start_snapshot(image, step=self.step, batch=batch, epoch=0, timeline=timeline)
         self.checkpoints.expect(flight)
-        self.checkpoints.settle()
+        self.checkpoints.await_landing()
 
     def facts(self, kind: type[Fact]) -> list[Fact]:
         return [r.fact for r in read_journal(self.paths.train_journal).records if isinstance(r.fact, kind)]
@@ -96,7 +96,7 @@ def test_a_step_is_judged_when_the_next_one_ends(steps: Steps) -> None:
 def test_the_plan_is_in_the_journal_before_anybody_is_told(steps: Steps) -> None:
     steps.snapshot()
     steps.end_with(NAN)
-    assert isinstance(steps.judge.settle(), Rewind)
+    assert isinstance(steps.judge.judge_pending(), Rewind)
     assert len(steps.facts(Incident)) == len(steps.facts(Planned)) == 1
 
 
@@ -104,7 +104,7 @@ def test_without_a_good_checkpoint_there_is_nothing_to_go_back_to(steps: Steps) 
     steps.end_with(1.0)
     steps.snapshot()
     steps.end_with(NAN)
-    decision = steps.judge.settle()
+    decision = steps.judge.judge_pending()
     assert isinstance(decision, Halt)
     assert (decision.giving_up, decision.save) == ("no_checkpoint", False)
 
@@ -119,7 +119,7 @@ def test_a_planned_checkpoint_that_a_host_cannot_reach_is_no_damaged_one(
     steps.end_with(1.0)
     steps.snapshot()
     steps.end_with(NAN)
-    failed = steps.judge.settle()
+    failed = steps.judge.judge_pending()
     assert isinstance(failed, Rewind)
     name = failed.plan.checkpoint
     assert name is not None
@@ -151,12 +151,12 @@ def test_told_to_stop_after_a_healthy_step(steps: Steps) -> None:
 def test_a_checkpoint_is_good_after_its_probation_and_not_before(steps: Steps) -> None:
     for _ in range(3):
         steps.end_with(1.0)
-    steps.judge.settle()
+    steps.judge.judge_pending()
     steps.snapshot()
     for done in range(8):
         assert not any(point.good for point in steps.catalogue.as_held()), done
         steps.end_with(1.0)
-        steps.judge.settle()
+        steps.judge.judge_pending()
     assert [point.good for point in steps.catalogue.as_held()] == [True]
 
 
@@ -166,7 +166,7 @@ def test_an_onset_is_told_in_batches_of_the_step_it_lies_in(tmp_path: Path) -> N
     for _ in range(5):
         steps.end_with(1.0)
     steps.end_with(NAN)
-    decision = steps.judge.settle()
+    decision = steps.judge.judge_pending()
     assert isinstance(decision, Rewind)
     assert (decision.incident.onset_batch, decision.incident.detection_batch) == (20, 23)
     assert decision.plan.skip is not None
@@ -187,7 +187,7 @@ def test_a_window_leaves_whole_updates_as_its_own_epoch_has_them(tmp_path: Path,
         steps.judge.end_step(span, torch.tensor(1.0), None, stop=False, scaler_skipped=False)
     span = StepSpan(7, 13, 15, 3, Hint.NONE, batches=3, epoch_end=26, epoch_batches=13)
     steps.judge.end_step(span, torch.tensor(NAN), None, stop=False, scaler_skipped=False)
-    decision = steps.judge.settle()
+    decision = steps.judge.judge_pending()
     assert isinstance(decision, Rewind)
     assert decision.plan.skip == Window(first=13, last=16), "three updates are left"
     steps.snapshots.close()

@@ -593,7 +593,7 @@ def test_the_sentinel_is_judged_ahead_as_it_will_be(tmp_path: Path, memory: Path
         before = sentinel.state_dict()
         judged_ahead = judge.judge_ahead([judge._pulse.sent()])
         assert sentinel.state_dict() == before != judged_ahead.sentinel
-        judge.settle()
+        judge.judge_pending()
         assert sentinel.state_dict() == judged_ahead.sentinel == judge.judge_ahead([b""]).sentinel
         assert judged_ahead.metric is not None
         assert json.loads(judged_ahead.metric) == guard._loop.run.record.recent[-1]
@@ -616,7 +616,7 @@ def test_the_sentinel_is_not_judged_ahead_while_the_step_is_judged(
                     judge.judge_ahead([judge._pulse.sent()])
                 tried.append("under way")
             elif not tried:
-                judge.settle()
+                judge.judge_pending()
             return update(sentinel, *given)
 
         with monkeypatch.context() as patched:
@@ -716,7 +716,7 @@ def test_a_state_is_kept_while_the_loss_stands_out_and_not_where_a_trouble_is_to
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "update", said)
             if judged:
-                guard._loop.judge.settle()
+                guard._loop.judge.judge_pending()
             keep(guard)
 
     (account,) = kept(tmp_path / "run", memory, act, TOY.with_settings(observe_only=True))

@@ -63,7 +63,7 @@ def test_a_checkpoint_is_verified_with_all_of_them(place: str, tmp_path: Path, m
     snapshots.await_ready(saved.image())
     flight = snapshots.start_snapshot(saved.image(), step=7, batch=7, epoch=0, timeline=0)
     name = flight.manifest.name
-    landing = snapshots.settle()
+    landing = snapshots.await_landing()
     assert landing is not None
     assert landing.committed
 
@@ -107,7 +107,7 @@ def test_where_each_rank_has_its_shard_alone_all_are_told_of_what_is_not_sharded
         snapshots.memory.use_slots(1)
         snapshots.await_ready(saved.image())
         flight = snapshots.start_snapshot(saved.image(), step=7, batch=7, epoch=0, timeline=0)
-        snapshots.settle()
+        snapshots.await_landing()
         ranks.host_count = 2
         told.clear()
         place = CheckpointPlace(owned.slot(flight.slot or 0), paths, in_slot=True)
