@@ -157,11 +157,11 @@ def _durable(durable: Durable) -> Text:
 
 
 def _incidents(status: Status) -> Text:
-    if not (status.incidents or status.skipped_batches or status.rewinds_asked):
+    if not (status.incidents or status.skipped_batches):
         return Text("none", style="dim")
-    parts = [f"{status.incidents:,}"]
-    if status.rollbacks:
-        parts.append(f"{status.rollbacks:,} restore{'s' if status.rollbacks != 1 else ''}")
+    parts, restores = [f"{status.incidents - status.incidents_asked:,}"], status.rollbacks - status.rewinds_asked
+    if restores:
+        parts.append(f"{restores:,} restore{'s' if restores != 1 else ''}")
     if status.rewinds_asked:
         parts.append(f"{status.rewinds_asked:,} rewind{'s' if status.rewinds_asked != 1 else ''} asked for")
     if status.skipped_batches:

@@ -72,7 +72,8 @@ def standing(status: Status) -> str:
     if status.last_good is not None:
         parts.append(f"last good at step {status.last_good.step}")
     asked = f", {counted(status.rewinds_asked, 'rewind')} asked for" if status.rewinds_asked else ""
-    troubles, skipped = counted(status.incidents, "incident"), counted(status.skipped_batches, "batch", "batches")
+    troubles = counted(status.incidents - status.incidents_asked, "incident")
+    skipped = counted(status.skipped_batches, "batch", "batches")
     parts.append(f"{troubles}{asked}, {skipped} skipped")
     if status.work is not None:
         left = f"{duration(status.work.total - status.work.done)} left" if status.work.unit == "seconds" else (

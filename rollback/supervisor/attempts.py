@@ -294,7 +294,7 @@ class Attempts:
 
     def _tell_failure(self, first: FirstCause | None, account: str) -> None:
         self._say(f"attempt {self._own_journal.attempt} failed: {account}")
-        rank = first.rank if first is not None else None
+        rank = first.described if first is not None else None
         if rank is not None and (words := self._host.output.last_words(rank)) is not None:
             self._say(words)
         self._host.output.tell_consequence()

@@ -99,7 +99,7 @@ def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> 
     if started.job == fingerprint(job, settings, started.salt) and started.script == conditions["script"]:
         return None  # a module's file is no word of the command
     now = started.model_copy(update={**conditions, "environment": started.environment})
-    return "; ".join(differences(started, now)) or "another setting, or a file that is not what it was"
+    return "; ".join(differences(started, now)) or "another command, another setting, or a file that is not what it was"
 
 
 def _runs_the_same(past: EarlierAttempts, job: LaunchedJob) -> bool:

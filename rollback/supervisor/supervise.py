@@ -272,7 +272,7 @@ def _buddy(order: LaunchOrder, place: NodePlace | None, say: Callable[[str], Non
         try:
             buddy = Buddy(order.paths, base, place.name, place.address, say)
         except (OSError, RollbackError) as error:
-            say(f"no snapshot is copied to or from this host: no port can be listened on ({message_of(error)})")
+            say(f"no snapshot is copied to or from this host ({message_of(error)})")
     elif (tier := fast_tier_of(order.paths)) is not None:
         try:
             slots.remove_copies(tier)  # of a launch that wanted copies

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from rollback.errors import RollbackError, message_of
 from rollback.instructions import program
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
@@ -46,14 +47,20 @@ def trackers_beside(
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
             )
-        except OSError as error:
-            say(f"the trackers cannot be started ({error.strerror or error}); {again}")
-        else:
             # A thread of its own: of a run that takes weeks nobody should learn at its end that it is in no tracker.
             tell = (process, errors, again, say, left)
             told = threading.Thread(target=_tell, args=tell, name="trackers", daemon=True)
+            try:
+                start_thread(told)
+            except RollbackError:
+                process.kill()
+                process.wait()
+                raise
+        except (OSError, RollbackError) as error:
+            why = getattr(error, "strerror", None) or message_of(error)
+            say(f"the trackers cannot be started ({why}); {again}")
+        else:
             ends.callback(_let_end, process, told, left, again, say, told_to_stop)
-            start_thread(told)
         yield
 
 

@@ -88,8 +88,9 @@ class SavedFiles:
             for line in noted:
                 try:
                     entry = json.loads(line)
-                    there = "batches" in entry
-                    place = SavedAt(int(entry["step"]), int(entry["batches"]), bool(entry["ended"])) if there else None
+                    step, batches = int(entry["step"]), entry.get("batches")  # older runs noted no batches and no ends
+                    is_there = step > 0 or batches is not None
+                    place = SavedAt(step, int(batches or step), bool(entry.get("ended"))) if is_there else None
                     found[str(entry["file"])] = place
                 except (ValueError, KeyError, TypeError):
                     continue  # a line that was being written when the process died, or the end of one

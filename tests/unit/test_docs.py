@@ -155,7 +155,7 @@ def test_what_hosts_tell_each_other_of_a_last_snapshot_is_named_in_the_format() 
 
 
 def test_the_result_that_the_leader_tells_is_named_in_the_format() -> None:
-    row = re.search(r"^\| `verdict` .*$", (ROOT / "docs/format.md").read_text(), re.MULTILINE)
+    row = re.search(r"^\| `result` .*$", (ROOT / "docs/format.md").read_text(), re.MULTILINE)
     assert row
     assert [name for name in RunResult.model_fields if f"`{name}`" not in row[0]] == []
 

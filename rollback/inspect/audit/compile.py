@@ -307,16 +307,16 @@ def _totals(
     if len(skipped) < batches and not contents.skipped_left_out:
         notices.append(f"{batches - len(skipped)} of {batches} batches passed over left no record of what they held")
     asked = [entry for entry in incidents if entry.verdict == "requested"]
-    rewinds = sum(entry.restored is not None for entry in asked)
     steps = costs.reached[max(costs.reached)] if costs.reached else 0
     lost = sum(price.steps or 0 for price in costs.prices)
     seconds_lost = sum(price.seconds or 0.0 for price in costs.prices)
     idle = seconds_lost + costs.seconds_hung + costs.seconds_down
     return report.Totals(
-        incidents=len(incidents) - len(asked),
+        incidents=len(incidents),
+        incidents_asked=len(asked),
         explosions=dict(Counter(e.evidence.explosion for e in incidents if e.evidence and e.evidence.explosion)),
-        rollbacks=sum(entry.restored is not None for entry in incidents) - rewinds,
-        rewinds_asked=rewinds,
+        rollbacks=sum(entry.restored is not None for entry in incidents),
+        rewinds_asked=sum(entry.restored is not None for entry in asked),
         noticed=len(of_kind(told, facts.Noticed)),
         scaler_skips=len(of_kind(told, facts.ScalerSkipped)),
         attempts=len(attempts),

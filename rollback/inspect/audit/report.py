@@ -265,10 +265,11 @@ class AttemptEntry(ReportItem):
 
 
 class Totals(ReportItem):
-    incidents: int = Field(description="without the rewinds that operators asked for")
+    incidents: int
+    incidents_asked: int = Field(0, description="those that are rewinds that operators asked for")
     explosions: dict[Explosion, int] = Field(description="incidents by the worst kind of gradient explosion seen")
     rollbacks: int = Field(description="rollbacks and replays that answered them")
-    rewinds_asked: int = Field(0, description="rewinds that operators asked for, carried out")
+    rewinds_asked: int = Field(0, description="those that operators asked for")
     noticed: int
     scaler_skips: int
     attempts: int

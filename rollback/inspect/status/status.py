@@ -122,9 +122,10 @@ class Status(Document):
     work: Work | None = Field(description="null: nothing but training")
     began: str | None = Field(description="time of the first fact")
     init: InitialState | None = Field(None, description="what the run began with, written by others")
-    incidents: int = Field(description="without the rewinds that operators asked for")
+    incidents: int
+    incidents_asked: int = Field(0, description="those that are rewinds that operators asked for")
     rollbacks: int = Field(description="restores that answered them")
-    rewinds_asked: int = Field(0, description="rewinds that operators asked for, carried out")
+    rewinds_asked: int = Field(0, description="those that operators asked for")
     skipped_batches: int
     pending: str | None = Field(description="a plan that is not carried out yet")
     requests: list[str] = Field(description="what operators asked for and has no answer yet, in words")
@@ -273,8 +274,9 @@ def _status(
         durable=_durable(paths, past),
         work=_work(paths, past, state, point, now),
         began=past.began,
-        incidents=sum(not case.asked_for for case in history.cases),
-        rollbacks=sum(case.carried_out and not case.asked_for for case in history.cases),
+        incidents=len(history.cases),
+        incidents_asked=sum(case.asked_for for case in history.cases),
+        rollbacks=sum(case.carried_out for case in history.cases),
         rewinds_asked=sum(case.carried_out and case.asked_for for case in history.cases),
         skipped_batches=sum(map(len, past.passed_over)),
         pending=_pending(history),

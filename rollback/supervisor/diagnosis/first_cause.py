@@ -93,10 +93,17 @@ class FirstCause:
     host: str | None = None
     alike: tuple[int, ...] = ()
     """The ranks that raised the same exception by themselves."""
+    noticed_by: int | None = None
+    """The rank whose failure the text tells, where it has only noticed that of another one."""
+
+    @property
+    def described(self) -> int | None:
+        """The rank whose failure the text tells; None: it tells of none."""
+        return self.noticed_by if self.rank is None else self.rank
 
     def is_account_of(self, rank: int | None) -> bool:
         """Whether what this rank raised is itself the account, and no consequence."""
-        return rank in (self.rank, *self.alike)
+        return rank in (self.described, *self.alike)
 
     @property
     def may_blame_the_batch(self) -> bool:
@@ -184,7 +191,7 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
     nobody = why in NOTICED  # also where one alone did: its peer may be killed and not yet seen by its own torchrun
     followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
     if nobody:
-        return FirstCause(why, text + _left_before(ends), None, first.record, followed)
+        return FirstCause(why, text + _left_before(ends), None, first.record, followed, noticed_by=first.rank)
     return FirstCause(why, text, first.rank, first.record, followed, first.host, tuple(end.rank for end in alike))
 
 

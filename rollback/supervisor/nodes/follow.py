@@ -58,6 +58,7 @@ class Follower:
         self._files = RecordFiles(paths, say) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
+        self._fetches_ahead = True  # until no thread can be made for it
         self._last: Orders | None = None  # of who leads, or led before
         self._waits = False  # the last attempt that was ordered has no part for this node
 
@@ -87,9 +88,12 @@ class Follower:
             self._paths, self._place.name, self._say, self._meeting.transport, self._ring, lambda: self._waits
         )
         helper.start()  # before the leader sees this node, and waits for it
-        beacon = self._beacon = Beacon(
-            self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
-        )
+        name = self._paths.node(self._place.name).name
+        try:
+            beacon = self._beacon = Beacon(self._meeting.transport, name, report, self._say)
+        except RollbackError:
+            helper.close(over=False, durable=())
+            raise
         result: RunResult | None = None
         try:
             result = self._obey(beacon)
@@ -177,11 +181,13 @@ class Follower:
     def _wait_as_spare(self, orders: Orders) -> None:
         """An attempt runs without this node: have at hand what its ranks will need if it takes another one's place."""
         self._host.keep_standby(orders.attempt)
-        if self._ahead is None and self._ring is not None:
+        if self._ahead is None and self._ring is not None and self._fetches_ahead:
             what = "as a spare" if self._place.spares else "for the next attempt, since one is under way"
             try:
                 self._ahead = FetchAhead(self._paths, self._ring, self._say)
-            except RollbackError:  # it costs a download that comes later: tried again as long as this node waits
+            except RollbackError as error:  # it costs a download that comes later
+                self._say(f"{self._place.name} waits {what}; no checkpoint is fetched ahead: {error.message}")
+                self._fetches_ahead = False
                 return
             self._say(f"{self._place.name} waits {what}; the newest checkpoint is fetched ahead")
 

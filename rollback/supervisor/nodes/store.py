@@ -78,6 +78,9 @@ class StoreTransport:
         try:
             start_thread(thread)
         except RollbackError as error:  # no better than no process
+            ours.close()
+            self._process.kill()
+            self._process.wait()
             raise OSError(error.message) from error
         self._thread = thread
 

@@ -536,7 +536,7 @@ class TestClosingLine:
         assert "done, without protection: no rank made a rollback.Guard" in done.stderr
 
     def test_of_a_job_that_failed_on_the_way_to_its_guard_it_does_not_say_that_it_has_none(self) -> None:
-        line = closing_line(ended(ExitCode.FAILED, "it raised", recorded=False), Path("run"), ["rollback"])
+        line = closing_line(ended(ExitCode.FAILED, "it raised", record=None), Path("run"), ["rollback"])
         assert line == "failed: it raised; no rank had made a rollback.Guard, so nothing was recorded"
 
     @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.RESUMABLE, ExitCode.STRUCTURAL, ExitCode.FAILED])

@@ -8,10 +8,12 @@ import queue
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -296,8 +298,26 @@ def test_where_no_process_can_be_made_for_trackers_the_run_goes_on(
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with trackers_beside(tmp_path / "run", ["--wandb", "mine"], said.append):
         said.append("the run")
-    told = f"the trackers cannot be started (Resource temporarily unavailable); `rollback track {tmp_path / 'run'}`"
-    assert said == [f"{told} tells them all", "the run"]
+    again = f"rollback track {tmp_path / 'run'} --wandb mine"
+    told = f"the trackers cannot be started (Resource temporarily unavailable); `{again}` tells them all"
+    assert said == [told, "the run"]
+
+
+def test_where_no_thread_can_be_made_for_trackers_the_run_goes_on_and_none_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    (tmp_path / "wandb.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    said: list[str] = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with trackers_beside(tmp_path / "run", ["--wandb", "mine"], said.append):
+        said.append("the run")
+    assert said[0].startswith("the trackers cannot be started (starting a thread (trackers): can't start new thread);")
+    assert said[1:] == ["the run"]
+    assert not psutil.Process().children()
 
 
 def test_trackers_that_do_not_end_are_left_when_a_stop_comes_once_more(

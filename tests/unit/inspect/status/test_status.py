@@ -219,7 +219,7 @@ def test_a_rewind_that_an_operator_asked_for_is_no_incident(run: RecordedRun) ->
     ))  # fmt: skip
     status, totals = status_of(run), compile_audit(read_run_contents(run.paths.root)).totals
     for told in (status, totals):
-        assert (told.incidents, told.rollbacks, told.rewinds_asked) == (0, 0, 1)
+        assert (told.incidents, told.incidents_asked, told.rollbacks, told.rewinds_asked) == (1, 1, 1, 1)
     shown = " ".join(CliRunner().invoke(app, ["status", str(run.paths.root)]).output.split())
     assert "0, 0 restores (and 1 rewind that an operator asked for), 0 batches skipped" in shown
 

@@ -257,7 +257,7 @@ def test_a_port_that_cannot_be_listened_on_costs_the_copies_and_no_launch(
     monkeypatch.setattr(supervise, "Buddy", fails)
     with supervise._buddy(order(paths, 2, tmp_path), place(), said.append) as found:
         assert found is None
-    assert said == ["no snapshot is copied to or from this host: no port can be listened on (no ports)"]
+    assert said == ["no snapshot is copied to or from this host (no ports)"]
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
