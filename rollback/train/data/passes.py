@@ -234,7 +234,7 @@ class Passes:
             )
 
     def _note_boundary(self, number: int) -> None:
-        self._gradients_at[number] = self._gradients.told()
+        self._gradients_at[number] = self._gradients.state_dict()
         if self._steps_at_end is not None:
             now = [*map(_steps_of, self._schedulers)]
             self._boundary_steps[number] = [

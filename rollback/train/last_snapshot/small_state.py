@@ -186,7 +186,7 @@ class SmallStateReader:
         for group in groups:
             del group["params"]
         objects = {name: item.state_dict() for name, item in state.objects.items()} if state.objects else {}
-        common_local = {**self._buffer_trees, "broadcasts": state.broadcasts.told()}
+        common_local = {**self._buffer_trees, "broadcasts": state.broadcasts.state_dict()}
         return SharedState({**state.small_shared(objects), "groups": groups}, state.kept.shared_texts(), common_local)
 
     def forget(self) -> None:

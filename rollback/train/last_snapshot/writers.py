@@ -334,7 +334,7 @@ class StateWriter(MarksWriter):
 
     def _finite(self, name: str, item: Tensor) -> Tensor:
         read = self._read(item)
-        if self._state.finite.found({name: read}):
+        if self._state.finite.newly_nonfinite({name: read}):
             raise NotProved(f"{self._state.finite.in_words(name)} has values that are not finite")
         return read
 

@@ -193,7 +193,9 @@ class Capture:
         if self._share.finite is None:
             return {}
         entries = self._layout.entries
-        return self._share.finite.found({name: view(self._region, entries[name]) for name in self._share.tensors})
+        return self._share.finite.newly_nonfinite(
+            {name: view(self._region, entries[name]) for name in self._share.tensors}
+        )
 
     def fence(self) -> None:
         """Make the device's training stream wait for the copy. The host does not wait."""

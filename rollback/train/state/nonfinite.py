@@ -37,7 +37,7 @@ class FiniteCheck:
         self._buffers.update(name for name in tensors if name.startswith("local/"))
         return self._kinds(tensors) if self.left_alone is None else {}
 
-    def found(self, tensors: Mapping[str, Tensor]) -> dict[str, NonFiniteKind]:
+    def newly_nonfinite(self, tensors: Mapping[str, Tensor]) -> dict[str, NonFiniteKind]:
         """Tensors with non-finite values that were finite before."""
         kinds = self._kinds(tensors)
         own = {name for name in tensors if name.startswith("local/")}

@@ -122,7 +122,7 @@ class TrainingState:
             **({"cursor": self.cursor.state_dict()} if data else {}),
             "kept": self.kept.state_dict(),
             "nonfinite": self.finite.left_alone or {},
-            "broadcasts": self.broadcasts.told(),
+            "broadcasts": self.broadcasts.state_dict(),
         }
         shared_tensors, local_tensors = dict[str, Tensor](), dict[str, Tensor]()
         persistent = {name: value for name, value in model.items() if name in buffers}
@@ -155,7 +155,7 @@ class TrainingState:
 
     def small_shared(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """The rest of that. objects: the states of the others, without what is not shared."""
-        return {"objects": objects, "gradients": self.gradients.told(), "counters": vars(self.counters)}
+        return {"objects": objects, "gradients": self.gradients.state_dict(), "counters": vars(self.counters)}
 
     def _frozen_memory(self) -> set[tuple[Any, ...]]:
         """The memory of the model's parameters that do not require a gradient, that no optimizer holds, and that share
