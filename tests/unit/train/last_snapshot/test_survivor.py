@@ -1223,7 +1223,7 @@ def test_a_rank_that_does_not_write_the_journal_tells_the_one_that_does(
 
     def act(guard: rollback.Guard) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(type(guard._loop.run.ranks), "first", property(lambda _: False))
+            patched.setattr(type(guard._loop.run.ranks), "is_rank_0", property(lambda _: False))
             patched.setattr(end_marks, "ring_bell", lambda paths, rank, why=b"!": rung.append((rank, why)))
             guard._loop.last_snapshot._stop("too much")
         assert end_marks.read_stopped(guard._loop.last_snapshot._paths, 0) == "too much"
@@ -1249,7 +1249,7 @@ def test_on_another_host_it_tells_that_of_rank_0(tmp_path: Path, memory: Path) -
             members.close()
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(type(guard._loop.run.ranks), "first", property(lambda _: False))
+            patched.setattr(type(guard._loop.run.ranks), "is_rank_0", property(lambda _: False))
             elsewhere = replace(members, hosts=cast(Hosts, Elsewhere()), close=close)
             patched.setattr(guard._loop.last_snapshot, "_members", elsewhere)
             guard._loop.last_snapshot._stop("too much")
