@@ -3,7 +3,7 @@
 
     python scripts/bench_scale.py [--quick] [--json FILE] [--plot FILE] [--run DIR]
 
-- A beat: time of one rank for sending and reading the pulse of a step, and of a step with letters about a snapshot.
+- A beat: time of one rank for sending and reading the pulse of a step, and of one with reports about a snapshot.
 - Shared operations: files that all supervisors and ranks visit in a second in a run directory that they share, with
   eight ranks on a host. Their own modules run, on a clock that jumps; visits are counted where files are opened.
 - Files of a checkpoint: in a run directory that all hosts share, and at a URL where each host has a disk of its own.
@@ -45,10 +45,10 @@ _TIMES = 3  # of which the best counts: a busy machine only ever takes longer
 
 
 def beat(ranks: int) -> dict[str, float]:
-    """Milliseconds of processor time of one rank for a beat, without and with letters."""
+    """Milliseconds of processor time of one rank for a beat, without and with shard reports."""
     import torch
 
-    from rollback.train.comm.beat import LETTER, Signs
+    from rollback.train.comm.beat import SHARD_REPORT, Signs
     from rollback.train.comm.pulse import Pulse
     from rollback.train.comm.ranks import Ranks
 
@@ -58,7 +58,7 @@ def beat(ranks: int) -> dict[str, float]:
     pulse = Pulse(alone, torch.device("cpu"))
     loss, norm = torch.tensor(2.5), torch.tensor(1.0)
     found = {}
-    for name, signs in (("beat_ms", Signs()), ("letters_ms", Signs(letter=(1,) * LETTER))):
+    for name, signs in (("beat_ms", Signs()), ("letters_ms", Signs(shard_report=(1,) * SHARD_REPORT))):
         took = []
         for _ in range(_BEATS if name == "beat_ms" else 10):
             began = time.process_time()
@@ -157,7 +157,7 @@ def _start(root: Path) -> None:
     assert identity is not None
     found, lock = read_run(paths, identity.job, Ranks(), Settings(accept_structural=True))
     json.dumps({"history": history_as_json.dump_json(found.history).decode()}).encode()  # for the other ranks
-    Recorder(paths, found.attempt, first=True, journal=found.journal).close()
+    Recorder(paths, found.attempt, is_rank_0=True, journal=found.journal).close()
     if lock is not None:
         lock.release()
 
@@ -273,7 +273,7 @@ def main() -> None:
     asked = parser.parse_args()
     numbers = [] if asked.only_run else [8, 64, 1024] if asked.quick else RANKS
     table = {ranks: {**beat(ranks), **shared_operations(ranks), **files_of_a_checkpoint(ranks)} for ranks in numbers}
-    columns = "| ranks | beat | with letters | shared operations a second | files of a checkpoint | objects at a URL |"
+    columns = "| ranks | beat | with reports | shared operations a second | files of a checkpoint | objects at a URL |"
     print(f"load {os.getloadavg()[0]:.1f}", flush=True)
     print(f"\n{columns}\n|---|---|---|---|---|---|" if table else "", flush=True)
     missed = False

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollback.environment import ENV_ATTEMPT, ENV_RUN
-from rollback.instructions import STAND_IN, path_of
+from rollback.instructions import HOST_PROXY, path_of
 from rollback.system import files
 
 Starter = Callable[[Sequence[str]], Any]
@@ -33,7 +33,9 @@ def wait_for_last_snapshot(limit: float, start: Starter) -> None:
         while files.is_locked(last / "busy", fcntl.LOCK_EX) and time.monotonic() < deadline:
             time.sleep(0.01)
         if _is_left_alone(last):
-            start([path_of(STAND_IN), str(last), str(noticed), str(limit)]).wait(max(0.0, deadline - time.monotonic()))
+            start([path_of(HOST_PROXY), str(last), str(noticed), str(limit)]).wait(
+                max(0.0, deadline - time.monotonic())
+            )
     except Exception:  # noqa: BLE001 - whatever it is, the ranks have to be ended
         return
 

@@ -32,7 +32,7 @@ from rollback.train.introspection import own_variables
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.loop import TrainingLoop
 from rollback.train.pass_rehearsal import PassRehearsal
-from rollback.train.probe.batches import KeptUpdates
+from rollback.train.probe.batches import ProbeUpdates
 from rollback.train.probe.prober import Prober
 from rollback.train.process.failure_record import FailureRecorder
 from rollback.train.process.heartbeat import HeartbeatWriter
@@ -67,7 +67,7 @@ def _checkpoint_side(
         fast = FastTier(tier[0], ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)
     else:  # what is in slots alone is not lost: a later attempt may find it
         held = [item._replace(slot=None) for item in held if item.in_ring]
-    if (out_of_reach := len(run.held) - len(held)) and ranks.first:
+    if (out_of_reach := len(run.held) - len(held)) and ranks.is_rank_0:
         say(
             f"{counted(out_of_reach, 'checkpoint is', 'checkpoints are')} in memory alone, and this attempt cannot go "
             f"back there, since it has no fast tier ({tier[1]}); the next checkpoint is taken as soon as there is room "
@@ -111,7 +111,7 @@ def assemble(
     if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
         state.kept.keep_generators(generators)
     advisor = Advisor(state, updates, model, Unkept(state, generators, variables))
-    kept = KeptUpdates(wanted=run.settings.probe and not run.settings.observe_only)
+    kept = ProbeUpdates(wanted=run.settings.probe and not run.settings.observe_only)
     judge = Judge(
         run, pulse, state.sentinel, state.finite, checkpoints, evidence, advisor, skips, kept.judged, cursor.batch,
         max_steps,
@@ -124,7 +124,7 @@ def assemble(
     training_end = TrainingEnd(run, state, schedule, checkpoints, judge, max_steps)
     unseen_writes = UnseenWrites(state, snapshots, model, updates.telltale)
     last_snapshot = LastSnapshot(
-        run, state, snapshots, pulse, batches, lambda: judge.timeline, judge.foresee, lambda: updates.telltale,
+        run, state, snapshots, pulse, batches, lambda: judge.timeline, judge.judge_ahead, lambda: updates.telltale,
         unseen_writes, lambda: step.batches >= state.counters.batches_per_step,
     )  # fmt: skip
     failures.before_the_end = weak_hook(last_snapshot.raised)

@@ -156,7 +156,7 @@ class TrainingEnd:
             return
         if changed and judge is not None:
             judge()
-            self._judge.settle()
+            self._judge.judge_pending()
             changed = False
         self._note_left(changed + self._judge.awaits_verdict)
 

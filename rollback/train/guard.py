@@ -38,7 +38,7 @@ def refusing(act: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(act)
     def refusing_act(*given: _P.args, **others: _P.kwargs) -> _T:
         guard = cast("Guard", given[0])
-        guard.departure.require_none()
+        guard.exit_order.require_none()
         try:
             return act(*given, **others)
         except (UsageError, RunDoesNotFit) as error:
@@ -100,7 +100,7 @@ class Guard:
         except RollbackError as error:
             if_refused.close()
             attaching.refuse(error)
-        self.departure = loop.departure
+        self.exit_order = loop.exit_order
         end_with_supervisor(weak_hook(loop.last_snapshot.keep))
         atexit.register(loop.close)
         at_exit(loop.close)
@@ -161,11 +161,11 @@ class Guard:
     def refuse(self, error: RollbackError) -> NoReturn:
         """End this rank because of `error`, and with it the job: for loops of a library that see what would be an
         error of the script's. Other ranks may wait for this one."""
-        self.departure.require_none()
+        self.exit_order.require_none()
         try:
             attaching.refuse(error, status=1)
         except SystemExit as told:
-            self.departure.note(told)
+            self.exit_order.note(told)
             self.close()  # here it sees why; at the process's end it would take it for the script's own end
             raise
 
@@ -239,7 +239,7 @@ class Guard:
         """Judge each update before the next batch is handed out, and not beside that batch: for loops that cannot go
         through their next batch where weights are NaN, as one that samples from the model. Each step then waits for the
         sum of what the ranks have told, and on a GPU for the update."""
-        self._loop.judge.first = True
+        self._loop.judge.before_next_batch = True
 
     # What it asks --------------------------------------------------------------------------------------------------
 

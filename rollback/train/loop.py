@@ -17,7 +17,7 @@ from rollback.train.data.batches import Batches
 from rollback.train.data.passes import Again, Passes
 from rollback.train.ending import TrainingEnd
 from rollback.train.events import RollbackCause
-from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
+from rollback.train.incidents.decisions import Decision, Halt, Rewind, ServeRequests, Undo
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rewinder import Rewinder
@@ -25,7 +25,7 @@ from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.probe.prober import NO_BATCH, Prober
 from rollback.train.process.failure_record import FailureRecorder
-from rollback.train.process.stopping import Departure
+from rollback.train.process.stopping import ExitOrder
 from rollback.train.run import AttachedRun, supervised
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.schedule import SnapshotSchedule
@@ -65,7 +65,7 @@ class TrainingLoop:
     last_snapshot: LastSnapshot
     training_end: TrainingEnd
     failures: FailureRecorder
-    departure: Departure = field(default_factory=Departure)
+    exit_order: ExitOrder = field(default_factory=ExitOrder)
 
     # What the script asks for --------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class TrainingLoop:
             self.passes.note_end()
             raise StopIteration
         self.step_in_progress.updates.require_scale()
-        self._carry_out(Attend() if self.requests.starting else self._end_step())
+        self._carry_out(ServeRequests() if self.requests.starting else self._end_step())
         while not self.passes.interrupted:
             with suppress(TrainingMoved):
                 if self.training_end.is_due:
@@ -119,7 +119,7 @@ class TrainingLoop:
         """Training ends here, by what `by` says. False: its last update demanded a return, so it goes on."""
         self.prober.drop()
         self.pass_rehearsal.end()
-        decision = Attend() if self.requests.starting else self._end_step()  # no batch may be left
+        decision = ServeRequests() if self.requests.starting else self._end_step()  # no batch may be left
         left = self.passes.leave_broken_epoch()
         # Only then may the ranks stop: else the next start would go on with what the script has left unread.
         try:
@@ -162,7 +162,7 @@ class TrainingLoop:
     def _goes_back(self) -> bool:
         """Whether a pass that is over has batches again: an operator may have asked a complete run to go back."""
         if self.requests.starting and not self.passes.awaits_epoch:
-            self._carry_out(Attend())
+            self._carry_out(ServeRequests())
         return not self.passes.over
 
     def _next_of_probe(self) -> Any:
@@ -183,7 +183,7 @@ class TrainingLoop:
         rehearsed = self.pass_rehearsal.due and self.batches.nothing_is_left()
         if rehearsed or (between_steps and self._snapshot_due()):
             self._take_snapshot(rehearsed=rehearsed)
-        if between_steps and self.judge.first:
+        if between_steps and self.judge.before_next_batch:
             self._settle()
         if between_steps and self.prober.due:
             self._settle()
@@ -211,11 +211,11 @@ class TrainingLoop:
         if self.rewinder.rehearsing:
             self.rewinder.end_rehearsal()
             return None
-        mark, (loss, grad_norm, gauges) = step.finish(), step.readings()
+        span, (loss, grad_norm, gauges) = step.finish(), step.readings()
         stop, requests_open = self.requests.stop.requested, self.requests.waiting
         seconds = self.schedule.end_update()
         decision = self.judge.end_step(
-            mark, loss, grad_norm, stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
+            span, loss, grad_norm, stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
             requests_open=requests_open, gauges=gauges, seconds=seconds, screened=self.rewinder.held is not None,
         )  # fmt: skip
         step.next()
@@ -223,7 +223,7 @@ class TrainingLoop:
 
     def _settle(self) -> None:
         """Judge the last step too. Raises TrainingMoved where this led to a rollback, so that batches follow."""
-        self._act(self.judge.settle())
+        self._act(self.judge.judge_pending())
 
     def _act(self, decision: Decision | None) -> None:
         """Carry out a decision. Raises TrainingMoved where training is at another position then."""
@@ -241,15 +241,15 @@ class TrainingLoop:
             case Undo():
                 self.rewinder.undo(decision)
                 return True
-            case Attend():
-                return self._attend()
+            case ServeRequests():
+                return self._serve_requests()
             case Halt() if self._may_stop() or not decision.save:
                 self._halt(decision)
             case _:  # a stop where no checkpoint may be taken: the next beat says it again
                 pass
         return False
 
-    def _attend(self) -> bool:
+    def _serve_requests(self) -> bool:
         """Carry out the requests of operators. True: training is at another position now."""
         if self.requests.starting:
             # Once more: the script may have sharded the model since, exchanged parameters, or registered a hook.
@@ -294,7 +294,7 @@ class TrainingLoop:
     def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> None:
         self.step_in_progress.show(f"saving at {by}")  # the words by which ranks are told apart whose data end apart
         self.training_end.keep_state(by, left_over=left_over, left=left)
-        while self.checkpoints.ailing is not None:
+        while self.checkpoints.unanswered is not None:
             self._act(self.judge.answer_state())  # where the finding is left alone, the state is kept
             self.training_end.keep_state(by, left_over=left_over, left=left)
         self.step_in_progress.heartbeat.turn_to("training")
@@ -309,5 +309,5 @@ class TrainingLoop:
         self.requests.stop.obey()
         self.close()
         told = SystemExit(0 if supervised() else int(code))
-        self.departure.note(told)
+        self.exit_order.note(told)
         raise told

@@ -13,8 +13,8 @@ from typing import Any
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.rewinder import Rewinder
 from rollback.train.snapshots.schedule import SnapshotSchedule
-from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.state import TrainingState
+from rollback.train.state.state_copy import GradientCopy, StateCopy
 from rollback.train.step import StepInProgress
 
 
@@ -29,8 +29,8 @@ class PassRehearsal:
         self, state: TrainingState, step: StepInProgress, rewinder: Rewinder, schedule: SnapshotSchedule
     ) -> None:
         self._state, self._step, self._rewinder, self._schedule = state, step, rewinder, schedule
-        self._held: HeldState | None = None
-        self._under_way: tuple[HeldGradients, Callable[[], None]] | None = None
+        self._held: StateCopy | None = None
+        self._under_way: tuple[GradientCopy, Callable[[], None]] | None = None
         self._restored = False
         self.make: Callable[[], Any] | None = None
         self.due = self.ready = False
@@ -53,7 +53,7 @@ class PassRehearsal:
         assert self.make is not None
         self.due = self.ready = False
         self._step.updates.forget()
-        self._under_way = HeldGradients(self._state.trained, self._state.fsdp), self._step.hold()
+        self._under_way = GradientCopy(self._state.trained, self._state.fsdp), self._step.hold()
         return self.make()
 
     def end(self) -> None:

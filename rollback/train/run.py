@@ -38,7 +38,7 @@ def require_first(paths: RunPaths) -> None:
         )
 
 
-class HeldAtStart(NamedTuple):
+class CheckpointAtStart(NamedTuple):
     """A checkpoint that is held when an attempt starts."""
 
     manifest: Manifest
@@ -66,7 +66,7 @@ class AttachedRun:
     run_id: str = ""
     lock: RunLock | None = None
     """Rank 0 has it where no supervisor holds the run directory."""
-    held: Sequence[HeldAtStart] = ()
+    held: Sequence[CheckpointAtStart] = ()
     """The existing checkpoints, oldest first."""
     next_seq: int = 0
     """The number of the next checkpoint."""

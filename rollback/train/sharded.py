@@ -149,7 +149,7 @@ def version_of(item: Tensor) -> int:
     return item._version + item._local_tensor._version if is_sharded(item) else item._version  # type: ignore[attr-defined]
 
 
-def mark_of(gradient: Tensor) -> tuple[int, int]:
+def storage_version(gradient: Tensor) -> tuple[int, int]:
     """A value that changes when a gradient is replaced or written to."""
     if not is_sharded(gradient):
         return gradient.data_ptr(), gradient._version
@@ -161,7 +161,7 @@ def detached(item: Tensor) -> Tensor:
     return local_of(item).detach()
 
 
-class HeldByFsdp:
+class FsdpModules:
     """What FSDP2 keeps beside the parameters of some modules, which it has sharded or not: whole parameters behind a
     forward, and gradients that it has not summed over the ranks yet."""
 

@@ -12,9 +12,9 @@ from rollback.train.advice.advisor import Advisor
 from rollback.train.comm.beat import Gauges
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.incidents.decisions import StepMark
+from rollback.train.incidents.decisions import StepSpan
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.process.activity import Standing
+from rollback.train.process.activity import Activity
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.sharded import is_sharded
 from rollback.train.state.state import TrainingState
@@ -75,7 +75,7 @@ class StepInProgress:
         counters = self._state.counters
         first = position if self.first_batch is None else self.first_batch
         last = max(position, first + counters.batches_per_step - 1)
-        self.heartbeat.activity.standing = Standing(doing, counters.step, position, first, last, in_hand=True)
+        self.heartbeat.activity.now = Activity(doing, counters.step, position, first, last, in_hand=True)
 
     def hand_out(self, batch: Any) -> Any:
         """Hand out the batch that was just read to the script. Raises UsageError where that asked too early."""
@@ -138,8 +138,8 @@ class StepInProgress:
         that is another one than the update had."""
         return self.updated and self.updates.in_training_mode and not self._state.model.training
 
-    def finish(self) -> StepMark:
-        """The update is done: count its batches, keep its losses and gradients, and return its mark."""
+    def finish(self) -> StepSpan:
+        """The update is done: count its batches, keep its losses and gradients, and return its span."""
         counters, cursor, epoch_end = self._state.counters, self._state.cursor, self._state.cursor.epoch_end
         counters.note_update(self.batches, last_of_epoch=epoch_end == cursor.batch)
         rate_before = None if self._epoch_began else counters.learning_rate
@@ -149,7 +149,7 @@ class StepInProgress:
             hints |= Hint.EPOCH
         self._evidence.end_step(counters.step, self._losses, self.updates.gradients)
         assert self.first_batch is not None
-        return StepMark(
+        return StepSpan(
             counters.step, self.first_batch, cursor.batch - 1, counters.batches_per_step, hints, self._phase,
             self.batches, epoch_end, cursor.epoch_batches,
         )  # fmt: skip

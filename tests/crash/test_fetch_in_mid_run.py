@@ -50,7 +50,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: Bucket) -> Ru
 
 def reaching(paths: RunPaths) -> tuple[RemoteRing, list[str], Recorder]:
     done: list[str] = []
-    record = Recorder(paths, 1, first=True)
+    record = Recorder(paths, 1, is_rank_0=True)
     return RemoteRing(paths, Ranks(), record, f"{URL}/", done.append), done, record
 
 

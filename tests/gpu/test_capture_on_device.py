@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollback.checkpoints.format.layout import lay_out
 from rollback.system.region import Region
-from rollback.train.snapshots.capture import Capture, Share, view
+from rollback.train.snapshots.capture import Capture, RankShare, view
 from rollback.train.snapshots.copy_stream import on_host, pin
 
 pytestmark = NEEDS_GPU
@@ -27,7 +27,7 @@ def regions() -> Iterator[list[Region]]:
 
 def begun(tensors: dict[str, Tensor], regions: list[Region]) -> tuple[Capture, Any]:
     """A capture of these, and what reads one of its copies."""
-    share = Share(tensors, {}, {"local": "{}"})
+    share = RankShare(tensors, {}, {"local": "{}"})
     layout = lay_out(share.kinds(), 4096)
     regions.append(region := Region(layout.size))
     region.populate()

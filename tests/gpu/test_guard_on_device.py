@@ -43,7 +43,7 @@ def test_a_beat_over_nccl_carries_what_was_sent_and_names_what_is_not_finite(ncc
     pulse = Pulse(Ranks(), torch.device("cuda"))
     pulse.send(torch.tensor(2.5, device="cuda"), torch.tensor(math.inf, device="cuda"), Signs(stop=True))
     beat = pulse.read()
-    assert (beat.loss, beat.grad_norm, beat.ailing, beat.stop) == (2.5, math.inf, (0,), True)
+    assert (beat.loss, beat.grad_norm, beat.nonfinite_ranks, beat.stop) == (2.5, math.inf, (0,), True)
     pulse.send(torch.tensor(math.nan, device="cuda"), None, Signs())
     beat = pulse.read()
     assert beat.loss is not None

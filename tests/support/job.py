@@ -203,14 +203,14 @@ def lag_behind(guard: rollback.Guard | None, folder: str, *methods: str) -> None
     last = guard._loop.last_snapshot
     lag(guard, spoken.exists)
     if method:
-        moving = partialmethod(speak_then_move, getattr(Exchange, method), last, last._held.changes, spoken)
+        moving = partialmethod(speak_then_move, getattr(Exchange, method), last, last._standing.changes, spoken)
         setattr(Exchange, method, moving)
 
 
 def speak_then_move(exchange: Exchange, really: Any, last: Any, changes: int, spoken: Path, *given: Any) -> Any:
     told = really(exchange, *given)
     spoken.touch()
-    while last._held.changes == changes:
+    while last._standing.changes == changes:
         time.sleep(0.001)
     return told
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
-from rollback.train.last_snapshot import membership, small_state, write
+from rollback.train.last_snapshot import membership, small_state, writers
 from rollback.train.last_snapshot.device import Device
 from rollback.train.state.state import TrainingState
 
@@ -60,6 +60,6 @@ def device_of(state: TrainingState) -> torch.device:
 
 def use_late_gpu(put: Any = setattr) -> None:
     """From now on the parameters count as lying on a GPU. put: as `setattr`."""
-    for module in (membership, small_state, write):
+    for module in (membership, small_state, writers):
         put(module, "device_of", device_of)
     put(membership, "Device", LateGpu)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler, Su
 from rollback.facts.training import Incident, SampleQuarantine
 from rollback.suspects import beside_later_ones, left_out_at, quarantine_after, suspects
 from rollback.train.data.cursor import cursor_for
-from rollback.train.data.cursor.quarantine import Neighbours, unreadable
+from rollback.train.data.cursor.quarantine import Replacements, unreadable
 
 
 def incident(number: int, batch: int, samples: tuple[int, ...]) -> Incident:
@@ -86,18 +86,18 @@ def test_orders_stand_beside_suspicion_and_what_was_let_go_by_order_stays_so() -
 
 
 def test_the_next_sample_that_is_not_left_out_stands_in() -> None:
-    neighbours = Neighbours([(0, frozenset({3, 4})), (5, frozenset({9}))], 10)
-    assert neighbours.instead([1, 3, 4, 9], 4) == [1, 5, 5, 9]
-    assert neighbours.instead([1, 3, 4, 9], 5) == [1, 3, 4, 0]
-    assert neighbours.instead(3, 0) == 5
-    assert neighbours.instead(["a", (3, 1)], 0) == ["a", (3, 1)], "no indices"
-    assert Neighbours([(0, frozenset(range(10)))], 10).instead([1], 0) == [1]
+    replacements = Replacements([(0, frozenset({3, 4})), (5, frozenset({9}))], 10)
+    assert replacements.instead([1, 3, 4, 9], 4) == [1, 5, 5, 9]
+    assert replacements.instead([1, 3, 4, 9], 5) == [1, 3, 4, 0]
+    assert replacements.instead(3, 0) == 5
+    assert replacements.instead(["a", (3, 1)], 0) == ["a", (3, 1)], "no indices"
+    assert Replacements([(0, frozenset(range(10)))], 10).instead([1], 0) == [1]
 
 
 def test_what_was_decided_last_holds_from_its_batch_on() -> None:
     """A rollback further back may decide anew for batches that an earlier decision was for."""
-    neighbours = Neighbours([(500, frozenset({1})), (450, frozenset({1, 2}))], 10)
-    assert [neighbours.instead([1, 2], batch) for batch in (449, 450, 600)] == [[1, 2], [3, 3], [3, 3]]
+    replacements = Replacements([(500, frozenset({1})), (450, frozenset({1, 2}))], 10)
+    assert [replacements.instead([1, 2], batch) for batch in (449, 450, 600)] == [[1, 2], [3, 3], [3, 3]]
 
 
 class Readable(Dataset[int]):

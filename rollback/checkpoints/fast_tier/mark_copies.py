@@ -5,7 +5,7 @@
     BASE/rollback-UID/RUN_ID/marks-00001/slot-90/  that host's part of a last snapshot, made of these marks
 
 The supervisors carry the marks. They have the layout that they have on their own host, with a checksum in each part. So
-whoever speaks for a host without a rank (`stand_in`) speaks for a lost one by its copies. Nothing here knows torch.
+whoever speaks for a host without a rank (`host_proxy`) speaks for a lost one by its copies. Nothing here knows torch.
 """
 
 import fcntl

@@ -166,7 +166,7 @@ class Advisor:
             yield filled(OTHER_UPDATES, kind=kind)
 
     def _of_accumulation(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
-        divided_later = beat.kept is not None and abs(beat.kept * habit.batches - 1) < 2 * _SAME
+        divided_later = beat.clip_factor is not None and abs(beat.clip_factor * habit.batches - 1) < 2 * _SAME
         if habit.undivided is not None:
             self._undivided = self._undivided + 1 if habit.undivided and not divided_later else 0
         if habit.always_averaged is not None:
@@ -179,10 +179,10 @@ class Advisor:
         return said
 
     def _of_clipping(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
-        if beat.kept is None or beat.measured is None or beat.scaler_skipped:
+        if beat.clip_factor is None or beat.measured is None or beat.scaler_skipped:
             return []
-        pair = (beat.measured, beat.kept * beat.measured)
-        clipped = habit.written is not False and beat.kept < 1 - _SAME
+        pair = (beat.measured, beat.clip_factor * beat.measured)
+        clipped = habit.written is not False and beat.clip_factor < 1 - _SAME
         if clipped and habit.while_scaled:
             # What is clipped while scaled has the same norm with the scale in it.
             self._scaled.append((pair[0], pair[1] * (beat.scale or 1.0)))

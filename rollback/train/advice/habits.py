@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.train.introspection import frame_of
-from rollback.train.sharded import is_sharded, local_of, mark_of, version_of
+from rollback.train.sharded import is_sharded, local_of, storage_version, version_of
 from rollback.train.updates.backward import BackwardWatch
 from rollback.train.updates.hooks import watch_method, weak_hook
 from rollback.train.updates.optimizer import Updates
@@ -113,10 +113,10 @@ class Habits:
         now, gradient = self._now, self._gradient()
         now.stepped = None
         if gradient is not None:
-            mark = mark_of(gradient)
+            version = storage_version(gradient)
             if now.last is not None:
-                now.additions += mark[0] == now.last[0] and mark[1] > now.last[1]
-            now.last = mark
+                now.additions += version[0] == now.last[0] and version[1] > now.last[1]
+            now.last = version
         elif is_sharded(self._telltale):  # FSDP2 holds it back and will add it to the next
             now.additions += 1
         else:

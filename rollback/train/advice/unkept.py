@@ -237,7 +237,7 @@ class Unkept:
 
     def _generators_that_drew(self) -> list[str]:
         """Names of the random generators of modules, of optimizers and of the script that have drawn since."""
-        unkept = {name: one for name, one in self._generators.items() if not self._state.kept.is_kept(one[0])}
+        unkept = {name: one for name, one in self._generators.items() if not self._state.kept.has_object(one[0])}
         return [name for name, (thing, then) in unkept.items() if _state_of(thing) != then]
 
     def _variables_that_lack(self) -> list[str]:
@@ -250,7 +250,7 @@ class Unkept:
     def _has(self, thing: object) -> bool:
         """Whether the guard was handed it."""
         handed = (*self._handed, *self._state.modules.values())
-        return any(thing is item for item in handed) or self._state.kept.is_kept(thing)
+        return any(thing is item for item in handed) or self._state.kept.has_object(thing)
 
     def _lacking(self, written: Mapping[str, Sequence[Any]]) -> list[str]:
         """Names of those that no checkpoint has. Nor is it a gradient, or trained by an optimizer, which is named
@@ -311,7 +311,7 @@ class Unkept:
     def _unread(self) -> "list[weakref.ref[DataLoader[Any]]]":
         """Those that had not been read when this was first asked."""
         loaders = instances(lambda kind: issubclass(kind, DataLoader))
-        persistent = (item for item in loaders if item.persistent_workers and item.generator is None)
+        persistent = (item for item in loaders if getattr(item, "persistent_workers", False) and item.generator is None)
         return [weakref.ref(item) for item in persistent if item._iterator is None]
 
     def _lacks(self, optimizer: Optimizer) -> bool:

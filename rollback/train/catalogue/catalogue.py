@@ -15,7 +15,7 @@ from rollback.errors import CheckpointUnusable
 from rollback.facts.training import Tier
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
-from rollback.train.run import HeldAtStart
+from rollback.train.run import CheckpointAtStart
 
 
 class CheckpointStatus(Enum):
@@ -69,7 +69,7 @@ class Catalogue:
     probation: the number of healthy verdicts after a checkpoint that make it good. held: at the start.
     """
 
-    def __init__(self, probation: int, held: Iterable[HeldAtStart] = ()) -> None:
+    def __init__(self, probation: int, held: Iterable[CheckpointAtStart] = ()) -> None:
         self._probation = probation
         self._entries: dict[str, CatalogueEntry] = {}
         self._on_probation: dict[str, CatalogueEntry] = {}

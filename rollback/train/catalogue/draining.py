@@ -77,7 +77,7 @@ def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks:
     rank of each other host copies the parts of its host. Where there is no thread to be had, the rest trains on."""
     if supervised() or not ranks.first_of_host:
         return None
-    copier = None if ranks.first else ShardCopier(paths, f"rank-{ranks.rank:05d}", say)
+    copier = None if ranks.is_rank_0 else ShardCopier(paths, f"rank-{ranks.rank:05d}", say)
     drainer = copier or drainer_for(paths, settings, record.note, say)
     try:
         if drainer is not None:

@@ -48,16 +48,18 @@ class RemoteRing:
 
     def offered(self) -> list[PolicyCheckpoint]:
         """The good checkpoints there, oldest first, without those that were fetched or failed for the present plan."""
-        there = [asdict(point) for point in self._told()] if self._ranks.first else None
+        there = [asdict(point) for point in self._told()] if self._ranks.is_rank_0 else None
         return [PolicyCheckpoint(**point) for point in self._ranks.from_first(there)]
 
     def fetch(self, name: str) -> Manifest | str:
         """Download a checkpoint into the run directory's ring. Returns its manifest, or the fault."""
         self._show("fetching")
         download = (
-            CheckpointDownload(self._paths, self._url, name) if self._ranks.first and not self._unreachable else None
+            CheckpointDownload(self._paths, self._url, name)
+            if self._ranks.is_rank_0 and not self._unreachable
+            else None
         )
-        if self._ranks.first:
+        if self._ranks.is_rank_0:
             self._tried.add(name)
         seen = self._ranks.from_first(_end_of(download, self._ranks, self._unreachable))
         if download is not None:
@@ -203,5 +205,5 @@ class HostCopies:
         for other in ring.names(self._paths):
             if other == name:  # and is not whole, or another one
                 files.remove_directory(self._paths.checkpoint(other))
-            elif not self._ranks.first:
+            elif not self._ranks.is_rank_0:
                 ring.evict(self._paths, other)

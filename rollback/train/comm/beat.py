@@ -4,7 +4,7 @@
 what is read (`Beat`) follow from this table. A new field is one line there.
 
 Layout of the vector (float64, summed): loss, gradient norm and gauges; the number of ranks that have each; the number
-of ranks whose loss and norm were NaN and Inf; the host's fields; letters, where there are some. Values that are not
+of ranks whose loss and norm were NaN and Inf; the host's fields; shard reports, if there are some. Values that are not
 finite are left out of the sums (`without_ill`).
 """
 
@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-LETTER = 9
-"""Numbers of a letter."""
+SHARD_REPORT = 9
+"""Numbers of a shard report."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class GaugeFields(Generic[Scalar]):
 
     scale: Scalar | None = None
     """The factor of a gradient scaler."""
-    kept: Scalar | None = None
+    clip_factor: Scalar | None = None
     """Share of the gradient that clipping left."""
     measured: Scalar | None = None
     """The gradient norm that the guard measured."""
@@ -85,8 +85,8 @@ class GaugeFields(Generic[Scalar]):
 class Signs(HostFields):
     """What one rank sends besides scalars."""
 
-    letter: tuple[int, ...] | None = None
-    """`LETTER` whole numbers that all ranks read. All ranks send one, or none does."""
+    shard_report: tuple[int, ...] | None = None
+    """`SHARD_REPORT` whole numbers that all ranks read. All ranks send one, or none does."""
 
 
 @dataclass
@@ -105,11 +105,11 @@ class Beat(HostFields, GaugeFields[float]):
     """Mean over the ranks, NaN or Inf if any rank's was; None if no rank had one."""
     grad_norm: float | None = None
     """Mean over the ranks, NaN or Inf if any rank's was; None if no rank had one."""
-    ailing: tuple[int, ...] = ()
+    nonfinite_ranks: tuple[int, ...] = ()
     """The ranks whose loss was not finite; if there are none, the ranks whose gradient norm was not (after DDP's
     all-reduce these are all ranks)."""
-    letters: Tensor | None = None
-    """A row of `LETTER` whole numbers for each rank (int64, on the host); None on most beats."""
+    shard_reports: Tensor | None = None
+    """A row of `SHARD_REPORT` whole numbers for each rank (int64, on the host); None on most beats."""
 
 
 _HOST: dict[str, Callable[[float], float]] = {name: type(value) for name, value in vars(HostFields()).items()}
@@ -119,12 +119,12 @@ SCALER_SKIPPED = list(_HOST).index("scaler_skipped")
 _host_values, gauge_values = attrgetter(*_HOST), attrgetter(*_GAUGES)
 _SCALARS = ("loss", "grad_norm", *_GAUGES)
 SCALARS = len(_SCALARS)
-KEPT = 2 + _GAUGES.index("kept")
+CLIP_FACTOR = 2 + _GAUGES.index("clip_factor")
 JUDGED = 2  # of these: where one is not finite, it is told whether it is NaN or Inf
 AILMENTS_AT = 2 * SCALARS
 HOST_AT = AILMENTS_AT + 2 * JUDGED
 FIELDS = HOST_AT + len(_HOST)
-"""Numbers of the vector before the letters."""
+"""Numbers of the vector before the shard reports."""
 
 NO_GAUGES = Gauges()
 
@@ -159,7 +159,7 @@ def without_ill(row: list[float]) -> list[float]:
 
 
 def beat_of(sent: Sequence[bytes]) -> Beat | None:
-    """The beat that the ranks have together, by what each has put into it (`Pulse.sent`), without `ailing` and letters.
+    """The beat of the ranks by what each has put into it (`Pulse.sent`), without `nonfinite_ranks` and reports.
 
     None: in another order of the ranks the sums might be rounded otherwise, so they may not be what the group computes.
     """
@@ -181,11 +181,11 @@ def _exact_sum(column: Sequence[float]) -> float | None:
 
 
 def read_beat(vector: Tensor | list[float], world_size: int) -> Beat:
-    """All of a beat but `ailing`. vector: on the host."""
-    letters: Tensor | None = None
+    """All of a beat but `nonfinite_ranks`. vector: on the host."""
+    reports: Tensor | None = None
     if isinstance(vector, Tensor):
         row: list[float] = (vector if vector.numel() == FIELDS else vector[:FIELDS]).tolist()
-        letters = vector[FIELDS:].long().view(-1, LETTER) if vector.numel() > FIELDS else None
+        reports = vector[FIELDS:].long().view(-1, SHARD_REPORT) if vector.numel() > FIELDS else None
     else:
         row = vector
     table: dict[str, Any] = {}
@@ -203,7 +203,7 @@ def read_beat(vector: Tensor | list[float], world_size: int) -> Beat:
     if any(row[AILMENTS_AT:HOST_AT]):
         for name, at in ("loss", AILMENTS_AT), ("grad_norm", AILMENTS_AT + 2):
             table[name] = _unless_ill(table[name], *row[at : at + 2])
-    return Beat(letters=letters, **table)
+    return Beat(shard_reports=reports, **table)
 
 
 def _unless_ill(mean: float | None, nan: float, inf: float) -> float | None:

@@ -166,7 +166,7 @@ def share(ranks: Ranks, width: int) -> HostSums | None:
     with contextlib.ExitStack() as held:
         memory: Region | None = None
         told: list[str] | None = None
-        if _ABLE and ranks.first:
+        if _ABLE and ranks.is_rank_0:
             with contextlib.suppress(OSError):
                 told = _make(held, size)
         told = ranks.from_first(told)

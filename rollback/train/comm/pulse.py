@@ -6,8 +6,8 @@ act on it alone, so they act in the same way. Values of one rank decide nothing.
 A beat costs a host the same for any number of ranks. Three things cost more, and are rare. If a value was not finite
 anywhere, `read` asks by another all-reduce on which ranks. On a device, which composes a beat without a look at its
 values, it first adds up what is finite by one more. And if all ranks have agreed before that each has one to send, a
-letter of `LETTER` numbers from each rank follows in the vector. A rank's own place is zero on all other ranks, so
-letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank, but where
+shard report of `SHARD_REPORT` numbers of each rank follows in the vector. A rank's own place is zero on all others, so
+reports arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank, but where
 all are on one host and their rows lie in shared memory: there Python adds up a few rows sooner than torch does.
 """
 
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from rollback.train.comm.beat import (
     AILMENTS_AT,
+    CLIP_FACTOR,
     FIELDS,
     HOST_AT,
-    KEPT,
-    LETTER,
     NO_GAUGES,
     SCALARS,
     SCALER_SKIPPED,
+    SHARD_REPORT,
     Beat,
     Gauges,
     Signs,
@@ -42,7 +42,7 @@ from rollback.train.comm.beat import (
     without_ill,
 )
 from rollback.train.comm.host_sums import share
-from rollback.train.comm.ranks import Handed, Ranks
+from rollback.train.comm.ranks import InCollective, Ranks
 
 _PATIENCE, _POLL = 2.0, 0.001
 
@@ -64,9 +64,9 @@ class Pulse:
             self._device = device
         self._cuda = self._device.type == "cuda"
         on_cpu = ranks.distributed and ranks.world_size > 1 and ranks.device.type == "cpu"
-        self._shared = share(ranks, FIELDS + LETTER) if on_cpu else None
-        room = FIELDS + ranks.world_size * LETTER if self._cuda else 0
-        self._host = torch.zeros(room, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
+        self._shared = share(ranks, FIELDS + SHARD_REPORT) if on_cpu else None
+        length = FIELDS + ranks.world_size * SHARD_REPORT if self._cuda else 0
+        self._host = torch.zeros(length, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event(blocking=True) if self._cuda else None  # type: ignore[no-untyped-call]
         self._sent: bytes | Tensor = b""
@@ -74,8 +74,8 @@ class Pulse:
         self._own: Tensor | list[float] = []  # this rank's vector of the beat that is under way
         self._work: dist.Work | None = None
         self._vector: Tensor | list[float] | None = None
-        self._has_letters = False
-        self._handed: Handed | None = None  # the last vector that a collective got
+        self._has_reports = False
+        self._handed: InCollective | None = None  # the last vector that a collective got
 
     @property
     def under_way(self) -> bool:
@@ -85,16 +85,16 @@ class Pulse:
         self, loss: Tensor | float | None, grad_norm: Tensor | float | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> None:
         """Start a beat. loss, grad_norm: of this rank, of any float dtype and on any device."""
-        self._has_letters = signs.letter is not None
+        self._has_reports = signs.shard_report is not None
         compose = self._compose_on_device if self._cuda else self._compose_on_host
         self._vector = vector = compose(loss, grad_norm, signs, gauges)
         if isinstance(vector, list):
             if self._shared is not None:
                 self._ranks.sums_in_memory += 1
-                self._shared.put([*vector, *(signs.letter or ())])
+                self._shared.put([*vector, *(signs.shard_report or ())])
             return
         if self._ranks.distributed:
-            self._handed = Handed(vector)
+            self._handed = InCollective(vector)
             self._work = dist.all_reduce(vector, async_op=True)
         if self._side is not None and self._arrived is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -121,7 +121,7 @@ class Pulse:
         self._work = self._vector = None
         beat = read_beat(vector, self._ranks.world_size)
         if not (math.isfinite(beat.loss or 0.0) and math.isfinite(beat.grad_norm or 0.0)):
-            beat.ailing = self._ailing(beat)
+            beat.nonfinite_ranks = self._nonfinite_ranks(beat)
         return beat
 
     def await_sum(self) -> None:
@@ -153,8 +153,8 @@ class Pulse:
         if self._handed is not None:
             self._handed.take_back()
 
-    def _ailing(self, beat: Beat) -> tuple[int, ...]:
-        """Collective: the ranks that `Beat.ailing` tells of, where a value of the beat is not finite."""
+    def _nonfinite_ranks(self, beat: Beat) -> tuple[int, ...]:
+        """Collective: the ranks that `Beat.nonfinite_ranks` tells of, where a value of the beat is not finite."""
         at = AILMENTS_AT + (2 if math.isfinite(beat.loss or 0.0) else 0)
         row = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
         row[self._ranks.rank] = sum(self._own[at : at + 2])
@@ -171,18 +171,18 @@ class Pulse:
         self._own = row
         numbers = array("d", row)
         self._sent = numbers.tobytes()  # the sum will be where the numbers are
-        if self._shared is not None or (not self._ranks.distributed and signs.letter is None):
+        if self._shared is not None or (not self._ranks.distributed and signs.shard_report is None):
             return row
         beat = torch.frombuffer(numbers, dtype=torch.float64)
-        return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
+        return beat if signs.shard_report is None else torch.cat([beat, self._report_row(signs.shard_report)])
 
     def _sum_of(self, rows: "Sequence[memoryview[float]]") -> Tensor | list[float]:
         """The vector, of what all ranks have put."""
         total: list[float] = [sum(column) for column in zip(*(row[:FIELDS] for row in rows), strict=True)]
-        if not self._has_letters:
+        if not self._has_reports:
             return total
-        letters = chain.from_iterable(row[FIELDS:] for row in rows)
-        return torch.tensor([*total, *letters], dtype=torch.float64, device="cpu")
+        reports = chain.from_iterable(row[FIELDS:] for row in rows)
+        return torch.tensor([*total, *reports], dtype=torch.float64, device="cpu")
 
     def _compose_on_device(
         self, loss: Tensor | float | None, grad_norm: Tensor | float | None, signs: Signs, gauges: Gauges = NO_GAUGES
@@ -195,16 +195,16 @@ class Pulse:
         for place in on_device:
             row[SCALARS + place] = 1.0
         vector = self._to_device(row)
-        if gauges.measured_squares is not None and KEPT in on_device:
-            shown = on_device[KEPT]  # a rank's part of a sharded gradient may not show it, in step after step
-            on_device[KEPT] = shown.nan_to_num(0.0, math.inf, -math.inf)  # of Inf it would make the largest number
-            vector[SCALARS + KEPT].sub_(shown.isnan().double())
+        if gauges.measured_squares is not None and CLIP_FACTOR in on_device:
+            shown = on_device[CLIP_FACTOR]  # a rank's part of a sharded gradient may not show it, in step after step
+            on_device[CLIP_FACTOR] = shown.nan_to_num(0.0, math.inf, -math.inf)  # Inf would become the largest number
+            vector[SCALARS + CLIP_FACTOR].sub_(shown.isnan().double())
         if on_device:
             vector[:SCALARS].add_(self._stacked(on_device))  # `+=` would copy what it has added once more
         if gauges.found_inf is not None:
             vector[HOST_AT + SCALER_SKIPPED].add_(self._on_device(gauges.found_inf) > 0)
         self._own = self._sent = vector.clone()  # the sum will be where the vector is
-        return vector if signs.letter is None else torch.cat([vector, self._letter_row(signs.letter)])
+        return vector if signs.shard_report is None else torch.cat([vector, self._report_row(signs.shard_report)])
 
     def _stacked(self, scalars: dict[int, Tensor]) -> Tensor:
         """These at their places, and zeros at the others."""
@@ -217,7 +217,7 @@ class Pulse:
         return torch.stack([scalars.get(place, zero) for place in range(SCALARS)])
 
     def _sum_without_ill(self, vector: Tensor) -> Tensor:
-        """Collective, of a device: the sum of vectors without values that are not finite, before the letters that have
+        """Collective, of a device: the sum of vectors without values that are not finite, before the reports that have
         arrived."""
         assert isinstance(self._own, Tensor)
         self._own = own = without_ill(self._own.tolist())
@@ -225,11 +225,11 @@ class Pulse:
         self._ranks.add_up(total)
         return torch.cat([total.cpu(), vector[FIELDS:]])
 
-    def _letter_row(self, letter: tuple[int, ...]) -> Tensor:
-        """This rank's letter at its place among those of all ranks."""
-        row = torch.zeros(LETTER * self._ranks.world_size, dtype=torch.float64, device=self._device)
-        place = LETTER * self._ranks.rank
-        row[place : place + LETTER] = self._to_device(list(map(float, letter)))
+    def _report_row(self, report: tuple[int, ...]) -> Tensor:
+        """This rank's shard report at its place among those of all ranks."""
+        row = torch.zeros(SHARD_REPORT * self._ranks.world_size, dtype=torch.float64, device=self._device)
+        place = SHARD_REPORT * self._ranks.rank
+        row[place : place + SHARD_REPORT] = self._to_device(list(map(float, report)))
         return row
 
     def _to_device(self, numbers: list[float]) -> Tensor:

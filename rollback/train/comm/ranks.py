@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Handed:
+class InCollective:
     """Tensors in a collective. Make it before the collective starts."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -71,7 +71,7 @@ class Ranks:
         """How many sums of the pulse this rank has begun in shared memory."""
 
     @property
-    def first(self) -> bool:
+    def is_rank_0(self) -> bool:
         return self.rank == 0
 
     def meet(self) -> None:
@@ -88,7 +88,7 @@ class Ranks:
     @property
     def first_in_directory(self) -> bool:
         """Whether this rank is the one that makes what is missing in its run directory."""
-        return self.first_of_host if self.apart else self.first
+        return self.first_of_host if self.apart else self.is_rank_0
 
     def collectives_begun(self) -> int | None:
         """Number of collectives that this rank has begun, in its default process group or in memory that the ranks
@@ -130,7 +130,7 @@ class Ranks:
     def add_up(self, numbers: Tensor) -> None:
         """Collective: put the sum over the ranks in their place."""
         if self.distributed:
-            handed = Handed(numbers)
+            handed = InCollective(numbers)
             dist.all_reduce(numbers)
             handed.take_back()
 
@@ -159,7 +159,7 @@ class Ranks:
         """
         if not self.distributed:
             return act()
-        ended = in_daemon(act, "rollback-first") if self.first else None
+        ended = in_daemon(act, "rollback-first") if self.is_rank_0 else None
         while not self.all_of(ended is None or bool(wait([ended], MEET_EVERY).done)):
             pass
         return self.agreed(lambda: ended.result() if ended is not None else None)
@@ -172,11 +172,11 @@ class Ranks:
         """Collective: rank 0's JSON value. (broadcast_object_list would pickle.)"""
         if not self.distributed:
             return json.loads(json.dumps(value))
-        body = json.dumps(value).encode() if self.first else b""
+        body = json.dumps(value).encode() if self.is_rank_0 else b""
         size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
         self._broadcast(size, 0)
         buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
-        if self.first:
+        if self.is_rank_0:
             buffer.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         self._broadcast(buffer, 0)
         return json.loads(bytes(buffer.cpu().numpy()))
@@ -209,8 +209,8 @@ class Ranks:
         body = json.dumps(value).encode()
         size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
         sizes = self._gather(size).flatten().tolist()
-        room = max(1, *sizes)
-        mine = torch.frombuffer(bytearray(body.ljust(room)), dtype=torch.uint8).to(self.device)
+        longest = max(1, *sizes)
+        mine = torch.frombuffer(bytearray(body.ljust(longest)), dtype=torch.uint8).to(self.device)
         all_of_them = self._gather(mine).numpy()
         return [json.loads(bytes(item[:length])) for item, length in zip(all_of_them, sizes, strict=True)]
 
@@ -234,13 +234,13 @@ class Ranks:
         """Each rank's as a row, on the host: the device is waited for once, and not for each rank."""
         rows = mine.new_zeros(self.world_size, len(mine))
         to = [*rows]
-        handed = Handed(*to, mine)
+        handed = InCollective(*to, mine)
         dist.all_gather(to, mine)
         handed.take_back()
         return rows.cpu()
 
     def _pass_on(self, buffer: Tensor, source: int, to: int) -> None:
-        handed = Handed(buffer)
+        handed = InCollective(buffer)
         if self.rank == source:
             dist.send(buffer, to)
         else:
@@ -248,7 +248,7 @@ class Ranks:
         handed.take_back()
 
     def _broadcast(self, buffer: Tensor, source: int) -> None:
-        handed = Handed(buffer)
+        handed = InCollective(buffer)
         dist.broadcast(buffer, src=source)
         handed.take_back()
 
@@ -270,15 +270,15 @@ def _device_of_group() -> torch.device:
 def _parcels(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The bytes in order, as lists of pieces with at most _PARCEL bytes in each list."""
     parcel: list[Tensor] = []
-    room = _PARCEL
+    left = _PARCEL
     for item in flat:
         start = 0
         while start < len(item):
-            piece = item[start : start + room]
+            piece = item[start : start + left]
             parcel.append(piece)
-            start, room = start + len(piece), room - len(piece)
-            if not room:
+            start, left = start + len(piece), left - len(piece)
+            if not left:
                 yield parcel
-                parcel, room = [], _PARCEL
+                parcel, left = [], _PARCEL
     if parcel:
         yield parcel

@@ -62,7 +62,7 @@ class Recorder:
         paths: RunPaths,
         attempt: int,
         *,
-        first: bool,
+        is_rank_0: bool,
         advised: Iterable[str] = (),
         journal: FoldedJournal | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class Recorder:
         self._journal: Journal | None = None
         self.history = History()
         """Rank 0: the ranks' facts of all attempts. Other ranks: nothing."""
-        if first:
+        if is_rank_0:
             journal = journal or fold_journal(paths.train_journal, to_keep=True)
             self._journal, self.history = Journal(paths.train_journal, attempt, journal.reading), journal.history
             journal.keep()
@@ -87,7 +87,7 @@ class Recorder:
         self._lock = threading.RLock()
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         """The newest rows of the metrics, on every rank: rank 0 may be gone before it has written its last ones."""
-        if first:
+        if is_rank_0:
             self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
             self._columns = ColumnWriter(paths.metrics)
 

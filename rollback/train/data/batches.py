@@ -36,7 +36,7 @@ class Batches:
         accepted = run.settings.accept_data_change
         afresh = accepted or run.ranks_before is not None
         self._log = DrawLog(run.paths.draws(run.ranks.rank), afresh=afresh, contents=not accepted)
-        cursor.witness = self
+        cursor.comparer = self
         self._tried = (0, 0)
         """The batch that could not be read last, and how often it was tried."""
 
@@ -84,11 +84,11 @@ class Batches:
             ) from error
 
     def knows(self, batch: int) -> bool:
-        """Whether a batch that is read and dropped can be compared. The cursor asks: this is its `witness`."""
+        """Whether a batch that is read and dropped can be compared. The cursor asks: this is its `comparer`."""
         return self.skips.window_at(batch) is None and self._log.knows(batch, self.skips.digest_before(batch))
 
     def check(self, batch: int, data: Any) -> None:
-        """Raise RunDoesNotFit where the batch was another one before. The cursor's `witness`, too."""
+        """Raise RunDoesNotFit where the batch was another one before. The cursor's `comparer`, too."""
         self._log.compare(batch, data, self.skips.digest_before(batch))
 
     def may_resume_here(self, *, between: bool = False) -> bool:

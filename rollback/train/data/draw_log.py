@@ -29,7 +29,7 @@ _ENTRY = struct.Struct("<QQQQQQ")  # batch, opening, order, content, past, check
 _BODY, _CHECK = struct.Struct("<QQQQQ"), struct.Struct("<Q")
 
 
-class Drawn(NamedTuple):
+class DrawEntry(NamedTuple):
     """The hashes of one batch. 0: not known."""
 
     batch: int
@@ -51,8 +51,8 @@ class DrawLog:
         self._contents = contents
         self._failing = False
         self._file: int | None = None
-        self._open_one: tuple[Drawn, Digest] | None = None
-        self._entries: dict[int, Drawn] = {}
+        self._open_one: tuple[DrawEntry, Digest] | None = None
+        self._entries: dict[int, DrawEntry] = {}
         try:
             files.make_directory(path.parent)
             flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if afresh else 0)
@@ -71,9 +71,9 @@ class DrawLog:
             self._settle(*self._open_one)
         digest, known = Digest(data), self._known(batch)
         if known is None and not digest.settled:
-            self._open_one = Drawn(batch, opening, order or 0, 0, past), digest
+            self._open_one = DrawEntry(batch, opening, order or 0, 0, past), digest
             return
-        drawn = Drawn(batch, opening, order or 0, self._content_of(digest), past)
+        drawn = DrawEntry(batch, opening, order or 0, self._content_of(digest), past)
         if known is not None:
             _compare(known, drawn)
         self._add(drawn)
@@ -92,13 +92,13 @@ class DrawLog:
     def compare(self, batch: int, data: Any, past: int) -> None:
         """As `check`, for a batch that is drawn again and dropped: adds nothing."""
         if (known := self._known(batch)) is not None:
-            _compare(known, Drawn(batch, known.opening, 0, self._content_of(Digest(data)), past))
+            _compare(known, DrawEntry(batch, known.opening, 0, self._content_of(Digest(data)), past))
 
     def _content_of(self, digest: Digest) -> int:
         """0: not known, or not to be compared."""
         return (digest.value or 0) if self._contents else 0
 
-    def _known(self, batch: int) -> Drawn | None:
+    def _known(self, batch: int) -> DrawEntry | None:
         known = self._entries.get(batch % ENTRIES)
         return known if known is not None and known.batch == batch else None
 
@@ -110,12 +110,12 @@ class DrawLog:
             os.close(self._file)
             self._file = None
 
-    def _settle(self, drawn: Drawn, digest: Digest) -> None:
+    def _settle(self, drawn: DrawEntry, digest: Digest) -> None:
         """Add the last batch, whose digest was still to come: it is on the host by now."""
         self._open_one = None
         self._add(drawn._replace(content=self._content_of(digest)))
 
-    def _add(self, drawn: Drawn) -> None:
+    def _add(self, drawn: DrawEntry) -> None:
         """Write an entry."""
         slot = drawn.batch % ENTRIES
         self._entries[slot] = drawn
@@ -136,7 +136,7 @@ class DrawLog:
         self._failing = True
 
 
-def _compare(before: Drawn, now: Drawn) -> None:
+def _compare(before: DrawEntry, now: DrawEntry) -> None:
     if before.opening != now.opening:
         return
     if before.order and now.order and before.order != now.order:
@@ -164,17 +164,17 @@ def _other_data(batch: int, what: str) -> RunDoesNotFit:
     )
 
 
-def _packed(drawn: Drawn) -> bytes:
+def _packed(drawn: DrawEntry) -> bytes:
     body = _BODY.pack(*drawn)
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
 
-def _read(raw: bytes) -> dict[int, Drawn]:
+def _read(raw: bytes) -> dict[int, DrawEntry]:
     """The sound entries by place. A crash may leave a damaged one."""
     found = {}
     for slot in range(len(raw) // _ENTRY.size):
         entry = raw[slot * _ENTRY.size : (slot + 1) * _ENTRY.size]
-        drawn = Drawn(*_ENTRY.unpack(entry)[:5])
+        drawn = DrawEntry(*_ENTRY.unpack(entry)[:5])
         if drawn.batch % ENTRIES == slot and entry == _packed(drawn):
             found[slot] = drawn
     return found

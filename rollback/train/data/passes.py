@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rollback.errors import RollbackError, UsageError
 from rollback.train.data.cursor import Cursor
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.updates.wanted_gradients import WantedGradients
+from rollback.train.updates.model_switches import ModelSwitches
 from rollback.wording import filled
 
 PLAIN_EPOCH_LOOP = (
@@ -85,7 +85,7 @@ class SoughtPass:
 class Passes:
     """Counts passes. The same on all ranks, since the script's loops are the same."""
 
-    def __init__(self, cursor: Cursor, objects: Iterable[Any], gradients: WantedGradients) -> None:
+    def __init__(self, cursor: Cursor, objects: Iterable[Any], gradients: ModelSwitches) -> None:
         self._cursor = cursor
         self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
         self._gradients = gradients
@@ -234,7 +234,7 @@ class Passes:
             )
 
     def _note_boundary(self, number: int) -> None:
-        self._gradients_at[number] = self._gradients.told()
+        self._gradients_at[number] = self._gradients.state_dict()
         if self._steps_at_end is not None:
             now = [*map(_steps_of, self._schedulers)]
             self._boundary_steps[number] = [

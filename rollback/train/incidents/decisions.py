@@ -10,7 +10,7 @@ from rollback.sentinel import Hint, Observation
 from rollback.train.comm.beat import Beat
 
 
-class StepMark(NamedTuple):
+class StepSpan(NamedTuple):
     """A step, and the batches that went into it."""
 
     step: int
@@ -71,8 +71,8 @@ class Undo:
 
 
 @dataclass(frozen=True)
-class Attend:
+class ServeRequests:
     """Decision: an operator has asked for something. Take it up together."""
 
 
-Decision = Rewind | Halt | Undo | Attend
+Decision = Rewind | Halt | Undo | ServeRequests

@@ -111,8 +111,8 @@ class IncidentEvidence:
             if isinstance(value, str):
                 step.left_out.append(LeftOut(name=name, reason=value))
                 continue
-            if value.nbytes > (room := self._limit - step.nbytes):
-                reason = f"{value.nbytes} bytes, and {room} of the limit were left"
+            if value.nbytes > (left := self._limit - step.nbytes):
+                reason = f"{value.nbytes} bytes, and {left} of the limit were left"
                 step.left_out.append(LeftOut(name=name, reason=reason))
                 continue
             # A loader's workers hand over shared memory, which is scarce where /dev/shm is small: give it back.
@@ -192,7 +192,7 @@ class IncidentEvidence:
         exploded = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
         weights = self._weights()
         buffers = [
-            name for name, value in self._model.named_buffers() if tree.is_kept(value) and kind_in(value) is not None
+            name for name, item in self._model.named_buffers() if tree.is_storable(item) and kind_in(item) is not None
         ]
         return RankEvidence(
             incident=incident.incident,

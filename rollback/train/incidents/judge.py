@@ -30,16 +30,17 @@ from rollback.train.comm.pulse import Pulse
 from rollback.train.data.skips import SkipList
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.cases import Cases
-from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, StepMark, Undo
+from rollback.train.incidents.decisions import Decision, Halt, Rewind, ServeRequests, StepSpan, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.last_snapshot.write import Foreseen, NotProved
+from rollback.train.last_snapshot.proof import NotProved
+from rollback.train.last_snapshot.writers import JudgedAhead
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.nonfinite import FiniteCheck, union
 
 _ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
 _USUAL = 9  # the last updates, by which a whole one is told from one that an epoch's end made shorter or longer
-_MARKS = 4096  # steps whose batches are remembered; an onset further back is reckoned from the batches per step
+_SPANS = 4096  # steps whose batches are remembered; an onset further back is reckoned from the batches per step
 
 
 class Judge:
@@ -58,7 +59,7 @@ class Judge:
         evidence: IncidentEvidence,
         advisor: Advisor,
         skips: SkipList,
-        judged: Callable[[StepMark, float | None, Sentinel], object],
+        judged: Callable[[StepSpan, float | None, Sentinel], object],
         batch: int = 0,
         max_steps: int | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class Judge:
         self._checkpoints = checkpoints
         self._record = run.record
         self._evidence = evidence
-        self._marks: deque[StepMark] = deque(maxlen=_MARKS)
+        self._spans: deque[StepSpan] = deque(maxlen=_SPANS)
         self._cases = Cases(run.record, run.settings, run.history, skips)
         self.screens = self._cases.screens
         self._scale = ScaleWatch()
@@ -84,12 +85,12 @@ class Judge:
         """On the step that was judged last."""
         self._attempt = run.attempt
         self._turn = 0  # odd while a step is being judged
-        self.first = False  # whether each step is judged before the next one begins
+        self.before_next_batch = False  # whether each step is judged before the next one begins
         self.beat: Beat | None = None  # the last one that was read
 
     def end_step(
         self,
-        mark: StepMark,
+        span: StepSpan,
         loss: Tensor | float | None,
         grad_norm: Tensor | float | None,
         *,
@@ -105,20 +106,20 @@ class Judge:
         requests_open: operators' ones, as this rank sees it. seconds: what a step takes on this rank. screened: judge
         this step too, at once and by itself; it can still be undone.
         """
-        decision = self.settle()
+        decision = self.judge_pending()
         if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.giving_up):
             return decision
         signs = self._checkpoints.snapshots.signs()
-        signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
+        signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, span.phase is not None
         signs.asked = requests_open
         signs.step_seconds, signs.missed = seconds, self._checkpoints.misses_a_candidate()
-        self._marks.append(mark)
-        self._advisor.end_step(mark.batches)
+        self._spans.append(span)
+        self._advisor.end_step(span.batches)
         self._pulse.send(loss, grad_norm, signs, gauges)
-        if screened and (answer := self._screen(self._pulse.read(), mark)) is not None:
+        if screened and (answer := self._screen(self._pulse.read(), span)) is not None:
             return answer
         # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.
-        match self.settle() if decision is not None else None:
+        match self.judge_pending() if decision is not None else None:
             case Rewind() as later if isinstance(decision, Halt):
                 # Planned and journalled; there is no time to carry it out.
                 account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
@@ -127,14 +128,14 @@ class Judge:
                 return later
         return decision
 
-    def settle(self) -> Decision | None:
+    def judge_pending(self) -> Decision | None:
         """Judge the step whose beat is under way, if any."""
         if not self._pulse.under_way:
             return None
         beat = self._pulse.read()
         self._turn += 1
         try:
-            return self._judge(beat, self._marks[-1])
+            return self._judge(beat, self._spans[-1])
         finally:
             self._turn += 1
 
@@ -143,7 +144,7 @@ class Judge:
         """Whether nothing stood out in the step that was judged last."""
         return self._verdict is Kind.HEALTHY
 
-    def foresee(self, sent: Sequence[bytes]) -> Foreseen:
+    def judge_ahead(self, sent: Sequence[bytes]) -> JudgedAhead:
         """The sentinel as it will be when the last step is judged, where training goes on then. Any thread; nothing
         changes.
 
@@ -153,7 +154,7 @@ class Judge:
         """
         turn = self._turn
         try:
-            marks, (sentinel, scale) = list(self._marks), copy.deepcopy((self._sentinel, self._scale))
+            spans, (sentinel, scale) = list(self._spans), copy.deepcopy((self._sentinel, self._scale))
         except RuntimeError:  # changed while it was gone through: the turn tells
             turn = -1
         if turn % 2 or turn != self._turn:
@@ -164,20 +165,20 @@ class Judge:
         if self._pulse.under_way:
             if not all(sent) or (beat := beat_of(sent)) is None:
                 raise NotProved("it is not known what the ranks have told each other of the last step")
-            mark = marks[-1]
-            begins = beat.announced or any(self._next_batch <= batch <= mark.last_batch for batch in set(self._phases))
-            verdict = sentinel.update(mark.observation(beat, announced=begins))
-            if scale.update(mark.step, beat.scaler_skipped, beat.scale) is not None:
+            span = spans[-1]
+            begins = beat.announced or any(self._next_batch <= batch <= span.last_batch for batch in set(self._phases))
+            verdict = sentinel.update(span.observation(beat, announced=begins))
+            if scale.update(span.step, beat.scaler_skipped, beat.scale) is not None:
                 raise NotProved("the last step was not healthy")
             metric = metric_line(
-                step=mark.step, batch=mark.last_batch, loss=beat.loss, grad_norm=beat.grad_norm,
+                step=span.step, batch=span.last_batch, loss=beat.loss, grad_norm=beat.grad_norm,
                 verdict=verdict.kind.value, attempt=self._attempt, timeline=self.timeline,
             )  # fmt: skip
         if turn != self._turn:
             raise NotProved("the last step was being judged")
         if (verdict.kind if verdict is not None else self._verdict) in _ACTED_ON:
             raise NotProved("the last step was not healthy")
-        return Foreseen(sentinel.state_dict(), metric)
+        return JudgedAhead(sentinel.state_dict(), metric)
 
     @property
     def awaits_verdict(self) -> bool:
@@ -195,8 +196,8 @@ class Judge:
             self._verdict = Kind.HEALTHY
             self._scale.restart()
         self._next_batch = event.batch
-        while self._marks and self._marks[-1].step >= event.step:
-            self._marks.pop()
+        while self._spans and self._spans[-1].step >= event.step:
+            self._spans.pop()
 
     def plan_without(self, name: str, fault: CheckpointUnusable, failed: Rewind) -> Decision | None:
         """Remove the planned checkpoint, which failed its check, from the ring, and plan again."""
@@ -215,97 +216,99 @@ class Judge:
 
     def call(self, verdict: Verdict) -> Decision | None:
         """An incident by what the model was asked. All steps are judged."""
-        return self._answer(verdict, self._marks[-1], (), lost=False)
+        return self._answer(verdict, self._spans[-1], (), lost=False)
 
     def leaves_whole_updates(self, batches: int) -> bool:
         """Whether a script that counts its batches is where it was, by its updates, when it has had so many more. Not
         collective, and alike on all ranks."""
-        mark, stream = self._marks[-1], self._stream(self._marks[-1])
-        return mark.batches_per_step == batches and (stream.epoch_batches or 0) % batches == 0
+        span, stream = self._spans[-1], self._stream(self._spans[-1])
+        return span.batches_per_step == batches and (stream.epoch_batches or 0) % batches == 0
 
     def close(self) -> None:
         """Say how the last incident ended, if enough steps have gone well since. Not collective."""
-        self._cases.close(self._marks[-1].step if self._marks else 0)
+        self._cases.close(self._spans[-1].step if self._spans else 0)
         self._record.close()
 
-    def _screen(self, beat: Beat, mark: StepMark) -> Decision | None:
+    def _screen(self, beat: Beat, span: StepSpan) -> Decision | None:
         """Judge an update that can still be undone. What does not stand out is judged like any other."""
-        observation = mark.observation(beat, announced=beat.announced)
+        observation = span.observation(beat, announced=beat.announced)
         verdict = self._sentinel.screen(observation, fell_to=self._cases.fell_to)
         if verdict is None:
-            return self._judge(beat, mark)
+            return self._judge(beat, span)
         self._checkpoints.advance(beat)
-        stream, batches = self._stream(mark), Window(first=mark.first_batch, last=mark.last_batch)
+        stream, batches = self._stream(span), Window(first=span.first_batch, last=span.last_batch)
         fact = self._cases.screen_out(verdict, batches, stream, self.timeline)
-        return Undo(fact.window) if fact is not None else self._answer(verdict, mark, beat.ailing, lost=False)
+        return Undo(fact.window) if fact is not None else self._answer(verdict, span, beat.nonfinite_ranks, lost=False)
 
-    def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
+    def _judge(self, beat: Beat, span: StepSpan) -> Decision | None:
         self.beat = beat
         self._checkpoints.advance(beat)
-        verdict = self._sentinel.update(mark.observation(beat, announced=self._phase_begins(beat, mark)))
-        collapse = self._scale.update(mark.step, beat.scaler_skipped, beat.scale)
+        verdict = self._sentinel.update(span.observation(beat, announced=self._phase_begins(beat, span)))
+        collapse = self._scale.update(span.step, beat.scaler_skipped, beat.scale)
         if collapse is not None and verdict.kind not in _ACTED_ON:
             verdict = collapse
-        self._record.metric(mark.step, mark.last_batch, beat.loss, beat.grad_norm, verdict.kind, timeline=self.timeline)
+        self._record.metric(span.step, span.last_batch, beat.loss, beat.grad_norm, verdict.kind, timeline=self.timeline)
         if beat.scaler_skipped:
-            self._record.note(ScalerSkipped(step=mark.step, batch=mark.last_batch))
+            self._record.note(ScalerSkipped(step=span.step, batch=span.last_batch))
         if (blip := verdict.ended) is not None:
             self._record.note(Noticed(**asdict(blip)))
         self._record.advise(*self._advisor.judge(beat, verdict))
         self._verdict = verdict.kind
         self._evidence.suspect(verdict.onset)
-        self._judged(mark, beat.loss, self._sentinel)
+        self._judged(span, beat.loss, self._sentinel)
         calm = self.calm
-        self._cases.judge(calm, mark.step, mark.last_batch, mark.batches_per_step)
+        self._cases.judge(calm, span.step, span.last_batch, span.batches_per_step)
         self._checkpoints.judge(calm, verdict.onset)
         if calm:
             self._observed = False
         decision = None
         if verdict.kind in _ACTED_ON and not self._observed:
             lost = beat.loss is not None and not math.isfinite(beat.loss)
-            decision = self._answer(verdict, mark, beat.ailing, lost=lost)
-        if decision is None and self._checkpoints.ailing is not None:
+            decision = self._answer(verdict, span, beat.nonfinite_ranks, lost=lost)
+        if decision is None and self._checkpoints.unanswered is not None:
             decision = self.answer_state()
         if decision is not None:
             return decision
         if beat.stop:
             return Halt("told to stop", save=True)
-        return Attend() if beat.asked else None
+        return ServeRequests() if beat.asked else None
 
-    def _phase_begins(self, beat: Beat, mark: StepMark) -> bool:
+    def _phase_begins(self, beat: Beat, span: StepSpan) -> bool:
         """Whether an announced phase begins with this step, now or when it was announced before a rollback."""
-        if beat.announced and mark.first_batch not in self._phases:
-            self._phases.add(mark.first_batch)
-            self._record.note(PhaseAnnounced(step=mark.step, batch=mark.first_batch, phase=mark.phase))
-        begins = bool(self._phases) and any(self._next_batch <= batch <= mark.last_batch for batch in self._phases)
-        self._next_batch = mark.last_batch + 1
+        if beat.announced and span.first_batch not in self._phases:
+            self._phases.add(span.first_batch)
+            self._record.note(PhaseAnnounced(step=span.step, batch=span.first_batch, phase=span.phase))
+        begins = bool(self._phases) and any(self._next_batch <= batch <= span.last_batch for batch in self._phases)
+        self._next_batch = span.last_batch + 1
         return begins
 
     def answer_state(self) -> Decision | None:
-        """Plan the answer to `CheckpointManager.ailing`: the last snapshot was dropped because something in it is not
-        finite.
+        """Plan the answer to `CheckpointManager.unanswered`: the last snapshot was dropped because something in it is
+        not finite.
 
         It may have been so from the newest checkpoint on: those have been looked at.
         """
-        landing, self._checkpoints.ailing = self._checkpoints.ailing, None
+        landing, self._checkpoints.unanswered = self._checkpoints.unanswered, None
         assert landing is not None
         found = union(self._ranks.from_each(landing.nonfinite))
         self._finite.accept(found)  # a restore takes that back; who only observes is told once
-        if not self._marks or self._observed:
+        if not self._spans or self._observed:
             return None  # the script did it before its first update, or it is of a trouble that is left alone
         manifest, newest = landing.manifest, self._checkpoints.catalogue.newest()
         since = newest.step if newest else 0
         what = self._finite.in_words(min(found))
-        text = self._finite.account(found, landing.ailing, manifest.step, since)
+        text = self._finite.account(found, landing.nonfinite_ranks, manifest.step, since)
         step = max(since, manifest.step - 1)
         verdict = Verdict(Kind.NONFINITE, step, since, "nonfinite-state", what, explanation=text)
-        return self._answer(verdict, self._mark_of(step, self._marks[-1]), landing.ailing, lost=False)
+        return self._answer(verdict, self._span_of(step, self._spans[-1]), landing.nonfinite_ranks, lost=False)
 
-    def _answer(self, verdict: Verdict, mark: StepMark, ailing: tuple[int, ...], *, lost: bool) -> Decision | None:
+    def _answer(
+        self, verdict: Verdict, span: StepSpan, nonfinite_ranks: tuple[int, ...], *, lost: bool
+    ) -> Decision | None:
         # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
-        self._checkpoints.settle()
-        onset = self._mark_of(verdict.onset if verdict.onset is not None else mark.step, mark)
-        samples = self._samples({onset.step, mark.step}, ailing)
+        self._checkpoints.await_landing()
+        onset = self._span_of(verdict.onset if verdict.onset is not None else span.step, span)
+        samples = self._samples({onset.step, span.step}, nonfinite_ranks)
         incident = Incident(
             incident=self._cases.next_number(),
             verdict=verdict.kind.value,
@@ -315,27 +318,27 @@ class Judge:
             threshold=verdict.threshold,
             explanation=verdict.explanation,
             window=verdict.window,
-            ranks=ailing,
+            ranks=nonfinite_ranks,
             onset_step=onset.step,
             onset_batch=onset.first_batch,
-            detection_step=mark.step,
-            detection_batch=mark.last_batch,
-            step=self._marks[-1].step + 1,
+            detection_step=span.step,
+            detection_batch=span.last_batch,
+            step=self._spans[-1].step + 1,
             timeline=self.timeline,
             # What was not finite before this step would have been called there.
-            in_hand=verdict.kind is Kind.NONFINITE and lost and onset.step == mark.step,
+            in_hand=verdict.kind is Kind.NONFINITE and lost and onset.step == span.step,
             samples=samples,
         )
         self._record.flush()
         self._record.note(incident, f"incident {incident.incident}: {verdict.explanation}")
         if self._is_witness(incident):
             self._evidence.write(incident)
-        self._cases.called(incident, mark.batches_per_step)
-        return self._plan(incident, self._stream(mark))
+        self._cases.called(incident, span.batches_per_step)
+        return self._plan(incident, self._stream(span))
 
-    def _samples(self, steps: set[int], ailing: tuple[int, ...]) -> tuple[int, ...]:
+    def _samples(self, steps: set[int], nonfinite_ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Collective: data set indices of what may have done it, in these steps and on the ranks that may have."""
-        suspected = not ailing or self._ranks.rank in ailing
+        suspected = not nonfinite_ranks or self._ranks.rank in nonfinite_ranks
         own = self._evidence.samples(steps) if suspected else []
         found = set[int]().union(*self._ranks.from_each(own[: MOST + 1]))
         return tuple(sorted(found)) if len(found) <= MOST else ()
@@ -348,17 +351,17 @@ class Judge:
         ails = ranks.rank in incident.ranks and len(incident.ranks) < ranks.world_size
         return ranks.rank in witnesses(ranks.from_each(math.inf if ails else self._evidence.harm(incident)))
 
-    def _stream(self, mark: StepMark) -> DataStream:
+    def _stream(self, span: StepSpan) -> DataStream:
         """How the script divides the data into updates in that epoch, from the updates that are kept.
 
         Another epoch may have others. And of epochs before it a process that has begun since remembers nothing.
         """
-        of_epoch = [each.batches_per_step for each in self._marks if each.epoch_end == mark.epoch_end]
-        per_step = statistics.mode(of_epoch[-_USUAL:] or [mark.batches_per_step])
-        total = max(mark.epoch_end or 0, (self._max_steps or 0) * per_step)
-        if any(each.over_the_end for each in self._marks):
+        of_epoch = [each.batches_per_step for each in self._spans if each.epoch_end == span.epoch_end]
+        per_step = statistics.mode(of_epoch[-_USUAL:] or [span.batches_per_step])
+        total = max(span.epoch_end or 0, (self._max_steps or 0) * per_step)
+        if any(each.over_the_end for each in self._spans):
             return DataStream(per_step, total=total)
-        return DataStream(per_step, mark.epoch_end, mark.epoch_batches, total=total)
+        return DataStream(per_step, span.epoch_end, span.epoch_batches, total=total)
 
     def _plan(self, incident: Incident, stream: DataStream) -> Decision | None:
         plan = self._cases.plan(incident, self._checkpoints.as_held(), stream)
@@ -369,11 +372,11 @@ class Judge:
             return Halt(f"{incident.explanation}; {plan.reason}", save=False, giving_up=plan.giving_up)
         return Rewind(incident, plan, stream)
 
-    def _mark_of(self, step: int, now: StepMark) -> StepMark:
-        for mark in reversed(self._marks):
-            if mark.step == step:
-                return mark
+    def _span_of(self, step: int, now: StepSpan) -> StepSpan:
+        for span in reversed(self._spans):
+            if span.step == step:
+                return span
         # From before this process: reckoned back from the oldest step that is remembered.
-        oldest = self._marks[0] if self._marks else now
+        oldest = self._spans[0] if self._spans else now
         first = max(0, oldest.first_batch - (oldest.step - step) * oldest.batches_per_step)
-        return StepMark(step, first, first + oldest.batches_per_step - 1, oldest.batches_per_step, Hint.NONE)
+        return StepSpan(step, first, first + oldest.batches_per_step - 1, oldest.batches_per_step, Hint.NONE)

@@ -48,10 +48,10 @@ class Requests:
         self._checkpoints = checkpoints
         self._skips = skips
         self._cursor = cursor
-        self._inbox = Inbox(run.paths, run.history.answers) if run.ranks.first else None
-        self._launch = launch_of(run.paths) if run.ranks.first else None
+        self._inbox = Inbox(run.paths, run.history.answers) if run.ranks.is_rank_0 else None
+        self._launch = launch_of(run.paths) if run.ranks.is_rank_0 else None
         self._requested = set(run.history.requests)
-        self._held = set[str]()
+        self._deferred = set[str]()
         """Rank 0: those that wait until the journal can be written."""
         self.starting = True
         """Whether this attempt has not looked yet."""
@@ -61,7 +61,7 @@ class Requests:
         """Whether there are open ones, as rank 0 sees it; False on the others, who hear of them by pulse."""
         if self._inbox is None or not (names := self._inbox.open()):
             return False
-        held = self._held if self._record.unwritten else ()
+        held = self._deferred if self._record.unwritten else ()
         return any(name not in held for name in names)
 
     def carry_out(self, step: int, *, may_stop: bool) -> Rewind | Halt | None:
@@ -129,8 +129,8 @@ class Requests:
         return None
 
     def _hold(self, name: str) -> None:
-        if name not in self._held:
-            self._held.add(name)
+        if name not in self._deferred:
+            self._deferred.add(name)
             say(f"request {name} waits until the journal can be written ({self._record.unwritten})")
 
     def _note_requested(self, name: str, request: Request, step: int) -> None:
@@ -197,7 +197,7 @@ class Requests:
         if request.to > step:
             self.answer(name, False, f"refused: the run has not come to step {request.to} yet, it is at step {step}")
             return None
-        self._checkpoints.settle()  # so that all checkpoints there are can be chosen
+        self._checkpoints.await_landing()  # so that all checkpoints there are can be chosen
         target, oldest = self._target(request.to)
         if target is None:
             known = f"the oldest one that can be used is of step {oldest}" if oldest is not None else "there is none"

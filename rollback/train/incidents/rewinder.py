@@ -17,9 +17,9 @@ from rollback.train.restore.late_writes import writes_behind
 from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
-from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.module_buffers import NOT_IN_CHECKPOINT
 from rollback.train.state.state import TrainingState
+from rollback.train.state.state_copy import GradientCopy, StateCopy
 from rollback.train.updates.wrappers import ddp_inside
 
 
@@ -41,9 +41,9 @@ class Rewinder:
         self._judge = judge
         self._checkpoints = checkpoints
         self._restored = run.restored
-        self._source: Manifest | HeldState | None = run.restored
+        self._source: Manifest | StateCopy | None = run.restored
         self._resumed = run.restored  # while nothing has gone back: the script says then what is to be trained
-        self.held: HeldState | None = None
+        self.held: StateCopy | None = None
         """The state before the update in progress, where that can be undone."""
         self.rehearsing = rehearsing
         self.written = writes_behind(run, state)
@@ -96,9 +96,9 @@ class Rewinder:
         self._source = self._restored
         self.held = self.present_state(self.held) if wanted else None
 
-    def present_state(self, before: HeldState | None = None, *, data: bool = True) -> HeldState:
-        """The present state, held for a while. The arguments are those of `HeldState`."""
-        return HeldState(self._state, self._checkpoints.snapshots.frozen.unchanged, before, data=data)
+    def present_state(self, before: StateCopy | None = None, *, data: bool = True) -> StateCopy:
+        """The present state, held for a while. The arguments are those of `StateCopy`."""
+        return StateCopy(self._state, self._checkpoints.snapshots.frozen.unchanged, before, data=data)
 
     def undo(self, decision: Undo) -> None:
         """Put back the state from before the last update, whose batches are skipped from now on."""
@@ -106,7 +106,7 @@ class Rewinder:
         self._put_back(RollbackCause.SCREEN, self.held, decision.window)
         self.held = None
 
-    def put_back_probe(self, held: HeldState, gradients: HeldGradients) -> None:
+    def put_back_probe(self, held: StateCopy, gradients: GradientCopy) -> None:
         """Undo a step that was none of the run's; where the data stand has not changed."""
         self._checkpoints.snapshots.fence()
         self.before()
@@ -120,7 +120,7 @@ class Rewinder:
         """
         source = self._source if name is None else self._checkpoints.catalogue.manifest(name)
         assert source is not None
-        if isinstance(source, HeldState):
+        if isinstance(source, StateCopy):
             self._put_back(cause, source)
             return
         self.before()
@@ -137,7 +137,7 @@ class Rewinder:
         self.rehearsing = False
         self.restore_again(RollbackCause.REHEARSAL)
 
-    def _put_back(self, cause: RollbackCause, held: HeldState, screened_out: Window | None = None) -> None:
+    def _put_back(self, cause: RollbackCause, held: StateCopy, screened_out: Window | None = None) -> None:
         self._checkpoints.snapshots.fence()
         self.before()
         held.put_back(self._state)
@@ -146,7 +146,7 @@ class Rewinder:
     def _publish(
         self,
         cause: RollbackCause,
-        source: Manifest | HeldState,
+        source: Manifest | StateCopy,
         case: Case | None = None,
         screened_out: Window | None = None,
     ) -> None:

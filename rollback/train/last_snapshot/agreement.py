@@ -21,7 +21,8 @@ from pydantic import BaseModel
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import shard_name
-from rollback.train.last_snapshot.write import NotProved, SharedPart
+from rollback.train.last_snapshot.proof import NotProved
+from rollback.train.last_snapshot.writers import SharedPart
 
 FIRST = 0
 """The host of rank 0. Rank 0's shard has what is small and the same on all ranks, and its journal is the run's."""

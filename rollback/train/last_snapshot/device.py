@@ -28,7 +28,7 @@ from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.copy_stream import await_event, current, pin
 from rollback.train.state.state import TrainingState
 
-_ROOM = 32 << 20  # bytes that are copied at once: large enough for the link's full speed
+_BUFFER_BYTES = 32 << 20  # bytes that are copied at once: large enough for the link's full speed
 _ANSWER = 10.0  # seconds for so many bytes
 _CLOSING = 2.0  # seconds for what was asked of the GPU before this rank leaves
 _URGENT = -1  # priority: torch hands streams of that one out for nothing else here, and NCCL has none of them
@@ -84,10 +84,10 @@ class Device(NoDevice):
         if on_gpu and not pin(self._region, device):
             raise OSError(f"{device} cannot copy into it without a wait of the host")
         try:
-            self._room = torch.empty(_ROOM, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
             self._stream: Any = torch.cuda.Stream(device, priority=_URGENT) if on_gpu else None  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # of the driver
-            raise OSError(f"{device} would not register {_ROOM / 1e6:.0f} MB of memory: {error}") from error
+            raise OSError(f"{device} would not register {_BUFFER_BYTES / 1e6:.0f} MB of memory: {error}") from error
         self._updated: Any = None
         self._last_added: Any = None
         self._one_reads, self._silent = threading.Lock(), False
@@ -159,14 +159,14 @@ class Device(NoDevice):
         copied = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device="cpu")
         source, target = _span(item), bytes_of(_span(copied))
         with self._one_reads:
-            for start in range(0, len(source), _ROOM):
-                part = source[start : start + _ROOM]
+            for start in range(0, len(source), _BUFFER_BYTES):
+                part = source[start : start + _BUFFER_BYTES]
                 self._have_copied(part)
-                target[start : start + len(part)] = bytes_of(self._room[: len(part)])
+                target[start : start + len(part)] = bytes_of(self._buffer[: len(part)])
         return copied
 
     def _have_copied(self, part: Tensor) -> None:
-        """Into the room. A call of the driver itself may not return, so another thread makes it."""
+        """Into the buffer. A call of the driver itself may not return, so another thread makes it."""
         if not self._silent:
             copied: Future[None] = Future()
             self._asked.put((part, copied))
@@ -181,7 +181,7 @@ class Device(NoDevice):
             while (asked := self._asked.get()) is not None:
                 part, copied = asked
                 try:
-                    self._room[: len(part)].copy_(part, non_blocking=True)
+                    self._buffer[: len(part)].copy_(part, non_blocking=True)
                     if self._stream is not None:
                         await_event(self._stream.record_event())
                     copied.set_result(None)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, EndMarkPaths, Hold, StepEnd
 from rollback.train.last_snapshot.device import NoDevice
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next, split
-from rollback.train.last_snapshot.write import NotProved
 from rollback.train.updates.backward import BackwardWatch
 
 TRIED = 3
@@ -84,10 +84,10 @@ class EarlyMarks:
     def _leave(self, present: _Present, hold: Hold) -> bool:
         local, on_gpu = present.local, self._small_state.on_gpu
         body, proved = local.body({}), self._tried >= TRIED + bool(on_gpu)
-        if not (proved or on_gpu) or len(body) + len(local.stays) > end_marks.MOST:
+        if not (proved or on_gpu) or len(body) + len(local.unchanging) > end_marks.MOST:
             return False
         added = sum(item.nbytes for item in on_gpu) if on_gpu else None
-        self._part = self._mark.write_early(present.end, body, hold, local.stays, added)
+        self._part = self._mark.write_early(present.end, body, hold, local.unchanging, added)
         if not proved:
             self._mark.withdraw()  # what the GPU adds is to be compared, and nobody may rely on it yet
         return added is not None
@@ -143,7 +143,7 @@ class EarlyMarks:
         self._mark.withdraw()
 
 
-def of_gone(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
+def early_of_dead(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
     """The early mark of a rank that is gone, as its mark of that step's end. now: when it was, at the latest.
 
     Raises NotProved.
@@ -161,7 +161,7 @@ def of_gone(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
     return early.body
 
 
-def of_living(paths: EndMarkPaths, rank: int, end: StepEnd, computed: int | None) -> bytes | None:
+def early_of_living(paths: EndMarkPaths, rank: int, end: StepEnd, computed: int | None) -> bytes | None:
     """The same of a rank that lives; None: it may still come to that end, with something else.
 
     computed: what its process has used of the processor's time, where it has had all the time to come there.
@@ -174,7 +174,7 @@ def of_living(paths: EndMarkPaths, rank: int, end: StepEnd, computed: int | None
     return early.body if stands else None
 
 
-def why_loud(paths: EndMarkPaths, ended: Mapping[int, bytes], end: StepEnd) -> str | None:
+def why_refuted(paths: EndMarkPaths, ended: Mapping[int, bytes], end: StepEnd) -> str | None:
     """Which rank has not told that step's end early as it was, in words. ended: by rank, what each knows there."""
     for rank, own in ended.items():
         early = end_marks.read_early(paths, rank).get(end)

@@ -31,7 +31,8 @@ from rollback.train.last_snapshot.agreement import (
 )
 from rollback.train.last_snapshot.hosts import YES, Hosts
 from rollback.train.last_snapshot.peers import HostMarks
-from rollback.train.last_snapshot.write import SLOTS, Anew, Foreseen, HostWrite, LastWrite, NotProved
+from rollback.train.last_snapshot.proof import NextRound, NotProved
+from rollback.train.last_snapshot.writers import SLOTS, JudgedAhead, MarksWriter, StateWriter
 
 _ANSWER = 2.0  # seconds in which a host must have heard of it, and in which one that is behind may come further
 _OFFER = 4.0  # in which it must have offered a step that fits, if a rank of it has none to offer
@@ -42,16 +43,16 @@ _Told = TypeVar("_Told", bound=BaseModel)
 class Exchange:
     """One host's part in a last snapshot that all keep together. The rank that has its host's lock makes it.
 
-    foresee: as for `LastSnapshot`. seconds: for all of it. Making it raises StoreGone, as all methods do.
+    judge_ahead: as for `LastSnapshot`. seconds: for all of it. Making it raises StoreGone, as all methods do.
     """
 
-    def __init__(self, hosts: Hosts, foresee: Callable[[Sequence[bytes]], Foreseen], seconds: float) -> None:
-        self._hosts, self._foresee = hosts, foresee
+    def __init__(self, hosts: Hosts, judge_ahead: Callable[[Sequence[bytes]], JudgedAhead], seconds: float) -> None:
+        self._hosts, self._judge_ahead = hosts, judge_ahead
         self._store = hosts.connect()
         self._met = time.monotonic()  # a name server that does not answer has cost seconds until now
         self._deadline = self._met + seconds
         self._own, self._decides = hosts.own, False
-        self.foreseen: Foreseen | None = None
+        self.judged_ahead: JudgedAhead | None = None
         """On the host that decides, if its shards were written here."""
         self._begin_round(1)
 
@@ -65,12 +66,12 @@ class Exchange:
         return time.monotonic() > self._met + _ANSWER
 
     def agree(
-        self, offer: HostOffer, late: bool, stands: Callable[[], bool], writes: Mapping[StepEnd, LastWrite]
+        self, offer: HostOffer, late: bool, stands: Callable[[], bool], writers: Mapping[StepEnd, StateWriter]
     ) -> JointPlan:
         """Tell what this host can keep, and wait for the plan. late: whether it was when it made the offer. stands:
-        whether it still can. writes: at the ends at which it stands.
+        whether it still can. writers: at the ends at which it stands.
 
-        Raises NotProved, and Anew when it comes to be late: there may be more to offer then.
+        Raises NotProved, and NextRound when it comes to be late: there may be more to offer then.
         """
         while (over := self._read("commitment", Commitment)) is not None and over.anew:
             self._begin_round(self._number + 1)
@@ -81,9 +82,9 @@ class Exchange:
                 raise NotProved(f"this host was in the update behind step {offer.ends[0].end.step}")
             decides = decider(lambda host: self._read(f"offer/{host}", HostOffer), self._hosts.hosts)
             if self.late and not (late or decides == self._own):
-                raise Anew("there is no plan yet")
+                raise NextRound("there is no plan yet")
             if decides == self._own:
-                self._decide(stands, writes)
+                self._decide(stands, writers)
             else:
                 self._require_somebody_decides(decides)
             time.sleep(self._hosts.pace)
@@ -100,7 +101,7 @@ class Exchange:
             self._tell(f"shards/{self._own}", HostShards(why_not=why, anew=True))
         return plan
 
-    def _decide(self, stands: Callable[[], bool], writes: Mapping[StepEnd, LastWrite]) -> None:
+    def _decide(self, stands: Callable[[], bool], writers: Mapping[StepEnd, StateWriter]) -> None:
         offers = self._read_all("offer", HostOffer)
         if (end := common_end(offers, self._hosts.hosts)) is None:
             waits = self._may_still_offer(offers)
@@ -112,12 +113,12 @@ class Exchange:
             return
         try:
             plan = plan_of(offers, self._hosts.hosts, self._refusals())
-            foreseen, write = self._foresee(plan.sent), writes[plan.at]
-            told: dict[str, object] = {"manifest": write.manifest(plan.seq)}
+            judged_ahead, writer = self._judge_ahead(plan.sent), writers[plan.at]
+            told: dict[str, object] = {"manifest": writer.manifest(plan.seq)}
             if any(offer.at(plan.at).digest is None for offer in offers.values()):
-                told |= {"alike": write.alike, "texts": write.texts}
+                told |= {"alike": writer.common_local, "texts": writer.texts}
             if offers[FIRST].at(plan.at).digest is None:
-                told |= {"shared": write.shared_part(foreseen.sentinel), "metrics": write.metrics(foreseen)}
+                told |= {"shared": writer.shared_part(judged_ahead.sentinel), "metrics": writer.metrics(judged_ahead)}
             plan = plan.model_copy(update=told)
         except Exception as error:  # noqa: BLE001 - it is told to all, who would wait, and comes back to this host as well
             if not stands():
@@ -154,35 +155,35 @@ class Exchange:
         told = {host: self._store.get(f"refusal/{host}") for host in self._hosts.hosts}
         return {host: why.decode() for host, why in told.items() if why is not None}
 
-    def keep(self, plan: JointPlan, write: HostWrite, stands: Callable[[], bool]) -> Manifest:
-        """Write this host's shards, and commit them when those of all hosts are whole. write: at the plan's end.
+    def keep(self, plan: JointPlan, writer: MarksWriter, stands: Callable[[], bool]) -> Manifest:
+        """Write this host's shards, and commit them when those of all hosts are whole. writer: at the plan's end.
         stands: as for `agree`.
 
         Whatever happens at whatever moment: a host commits only what all hosts have written, and what only some have
-        committed means nothing to the next start. Raises NotProved, and Anew where another round may do.
+        committed means nothing to the next start. Raises NotProved, and NextRound where another round may do.
         """
         told = self._read(f"shards/{self._own}", HostShards)  # by a rank that is gone
         if told is None:
-            told = self._write_shards(plan, write, stands)
+            told = self._write_shards(plan, writer, stands)
         try:
             commitment = self._await_commitment(plan)
             if commitment.manifest is None:
-                raise (Anew if commitment.anew else NotProved)(commitment.why_not)
+                raise (NextRound if commitment.anew else NotProved)(commitment.why_not)
             require_as_planned(commitment.manifest, plan, told.shards)
-            write.commit_part(plan.slot, commitment.manifest)
+            writer.commit_part(plan.slot, commitment.manifest)
         except BaseException:
-            write.discard_part(plan.slot)
+            writer.discard_part(plan.slot)
             raise
-        self._await_done(plan, write)
+        self._await_done(plan, writer)
         return commitment.manifest
 
-    def _write_shards(self, plan: JointPlan, write: HostWrite, stands: Callable[[], bool]) -> HostShards:
+    def _write_shards(self, plan: JointPlan, writer: MarksWriter, stands: Callable[[], bool]) -> HostShards:
         try:
             if self._decides:
-                self.foreseen = self._foresee(plan.sent)
-            if self.foreseen is not None and self._own == FIRST:
-                write.shared = write.shared_part(self.foreseen.sentinel)
-            told = HostShards(shards=write.write_part(plan.slot, plan.stores))
+                self.judged_ahead = self._judge_ahead(plan.sent)
+            if self.judged_ahead is not None and self._own == FIRST:
+                writer.shared = writer.shared_part(self.judged_ahead.sentinel)
+            told = HostShards(shards=writer.write_part(plan.slot, plan.stores))
         except Exception as error:  # noqa: BLE001 - it is told to all, and comes back to this host as well
             told = HostShards(why_not=str(error) or type(error).__name__, anew=not stands())
         self._tell(f"shards/{self._own}", told)
@@ -205,7 +206,7 @@ class Exchange:
             time.sleep(self._hosts.pace)
         return commitment
 
-    def _await_done(self, plan: JointPlan, write: HostWrite) -> None:
+    def _await_done(self, plan: JointPlan, writer: MarksWriter) -> None:
         """Raises NotProved. The host that decides takes its part back then; the others leave theirs to the next start,
         which looks whether all have it."""
         self._round.set({f"committed/{self._own}": YES})
@@ -215,7 +216,7 @@ class Exchange:
             elif time.monotonic() <= self._deadline:
                 time.sleep(self._hosts.pace)
             elif self._decides:
-                write.discard_part(plan.slot)
+                writer.discard_part(plan.slot)
                 raise NotProved("not all hosts have told in time that they have kept it")
             else:
                 raise NotProved("it is not known whether all hosts have kept it")
@@ -243,7 +244,7 @@ def keep_together(
     gone: Sequence[int],
     ends: Callable[[bool], Mapping[StepEnd, HostMarks]],
     *,
-    writes: Mapping[StepEnd, LastWrite] = MappingProxyType({}),
+    writers: Mapping[StepEnd, StateWriter] = MappingProxyType({}),
     digest: int | None = None,
     next_seq: int = 0,
     stands: Callable[[], bool] = lambda: True,
@@ -257,26 +258,26 @@ def keep_together(
     while True:
         if not (marks_of := ends(late := exchange.late)):
             raise NotProved("its ranks have not come to the end of one step any more")
-        by_marks = {end: HostWrite(tier, marks.bodies, {}, {}) for end, marks in marks_of.items()}
-        every: dict[StepEnd, HostWrite] = {**by_marks, **writes}
+        by_marks = {end: MarksWriter(tier, marks.bodies, {}, {}) for end, marks in marks_of.items()}
+        every: dict[StepEnd, MarksWriter] = {**by_marks, **writers}
         offers = [
             EndOffer(
-                end=end, buffers=every[end].buffers, sent=tuple(marks.sent), early=marks.early, loud=marks.loud,
-                digest=digest if end in writes else None,
+                end=end, buffers=every[end].buffers, sent=tuple(marks.sent), early=marks.early,
+                loud=marks.early_refuted, digest=digest if end in writers else None,
             )
             for end, marks in marks_of.items()
         ]  # fmt: skip
-        slots = (next(iter(writes.values()), None) or every[max(every)]).free_slots()  # who stands writes most
+        slots = (next(iter(writers.values()), None) or every[max(every)]).free_slots()  # who stands writes most
         offer = HostOffer(
             ranks=tuple(ranks), ends=tuple(offers), slots=tuple(slots), next_seq=next_seq, gone=tuple(gone)
         )
         try:
-            plan = exchange.agree(offer, late, stands, writes)
-            write: HostWrite | None = writes.get(plan.at)
-            if write is None:
-                write = by_marks.get(plan.at) or by_marks[max(by_marks)]  # another end where all of it is written
-                write.alike, write.texts, write.shared = plan.alike, plan.texts, plan.shared
-            return plan, exchange.keep(plan, write, stands)
-        except Anew:
+            plan = exchange.agree(offer, late, stands, writers)
+            writer: MarksWriter | None = writers.get(plan.at)
+            if writer is None:
+                writer = by_marks.get(plan.at) or by_marks[max(by_marks)]  # another end where all of it is written
+                writer.common_local, writer.texts, writer.shared = plan.alike, plan.texts, plan.shared
+            return plan, exchange.keep(plan, writer, stands)
+        except NextRound:
             if not stands():
                 raise

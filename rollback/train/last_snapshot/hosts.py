@@ -31,7 +31,7 @@ from pydantic import BaseModel
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.system.threads import start_thread
 from rollback.train.last_snapshot.agreement import FIRST
-from rollback.train.last_snapshot.write import NotProved
+from rollback.train.last_snapshot.proof import StoreGone
 
 _REACH = 5.0  # seconds to reach the store's host
 _LOOK = 1.0  # after which it is looked whether there is still somebody to connect to
@@ -46,10 +46,6 @@ _OVER = b"."
 _MOMENT = 2.0
 _PIECE = 4 << 20  # bytes; torch's store ends the connection of who tells more than twice as many at once
 _IN_PIECES = b"\0"
-
-
-class StoreGone(NotProved):
-    """The store cannot be reached, or can be no longer."""
 
 
 class HostStore:
@@ -146,7 +142,7 @@ def place_of_store() -> tuple[str, int] | None:
 
 
 class HostsOfJob(BaseModel, frozen=True):
-    """What a rank of this host knows of the others: for who speaks here when no rank is left (`stand_in`)."""
+    """What a rank of this host knows of the others: for who speaks here when no rank is left (`host_proxy`)."""
 
     place: tuple[str, int]
     keys: str

@@ -14,18 +14,18 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import Tier
 from rollback.train.last_snapshot.device import NoAnswer, TensorReader
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
+from rollback.train.last_snapshot.host_proxy import speaking_for_lost_hosts
 from rollback.train.last_snapshot.hosts import Hosts
 from rollback.train.last_snapshot.membership import Membership
 from rollback.train.last_snapshot.peers import POLL, HostMarks
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import SharedState
-from rollback.train.last_snapshot.stand_in import speaking_for_lost_hosts
-from rollback.train.last_snapshot.write import (
-    Foreseen,
-    LastWrite,
-    NotProved,
+from rollback.train.last_snapshot.writers import (
+    JudgedAhead,
+    StateWriter,
+    combined_digest,
     digest_of_large_state,
     digests_of_parameters,
-    together,
     versions_of,
 )
 from rollback.train.run import AttachedRun
@@ -39,7 +39,7 @@ _AMONG_HOSTS = _PATIENCE - 2.0  # the rest is for the other ranks of a host when
 _LEAST_WAIT = 0.5  # for the digests of the others
 
 
-class HeldEnd(NamedTuple):
+class StandingEnd(NamedTuple):
     """A step's end, and how much had begun to change the state until then."""
 
     end: StepEnd
@@ -54,18 +54,18 @@ class HeldEnd(NamedTuple):
 class CommonEnd(NamedTuple):
     """A step's end at which this rank stands and of which all ranks of its host have told."""
 
-    held: HeldEnd
+    standing: StandingEnd
     marks: HostMarks
 
 
-class HeldEnds:
+class StandingEnds:
     """The ends whose state this rank holds, newest first: more than one behind an epoch's last step, before and behind
     the work between two epochs. The main thread adds and counts; any thread asks."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._versions = partial(versions_of, list(state.model.parameters()), state.optimizer)
-        self._ends: tuple[HeldEnd, ...] = ()
+        self._ends: tuple[StandingEnd, ...] = ()
         self.changes = 0
         """How often something has begun to change the state. Whoever is about to, adds one."""
 
@@ -73,40 +73,40 @@ class HeldEnds:
         """The state is that of this end."""
         ends = self._ends
         before = ends[:1] if ends and ends[0].end != end and self.is_still(ends[0]) else ()
-        self._ends = HeldEnd(end, self.changes, self._versions(), small, digest), *before
+        self._ends = StandingEnd(end, self.changes, self._versions(), small, digest), *before
 
     @property
-    def newest(self) -> HeldEnd | None:
+    def newest(self) -> StandingEnd | None:
         """Whether or not the state is still that one."""
         return next(iter(self._ends), None)
 
     @property
-    def still(self) -> tuple[HeldEnd, ...]:
+    def still(self) -> tuple[StandingEnd, ...]:
         """Those that are held still: none once something has begun to change the state."""
         ends = self._ends
         return ends if ends and self.is_still(ends[0]) else ()
 
-    def is_still(self, held: HeldEnd) -> bool:
-        return held.changes == self.changes
+    def is_still(self, standing: StandingEnd) -> bool:
+        return standing.changes == self.changes
 
-    def require_unchanged(self, held: HeldEnd) -> None:
+    def require_unchanged(self, standing: StandingEnd) -> None:
         """Raise NotProved if anything has been written since that end."""
-        if not self.is_still(held) or held.versions != self._versions():
-            raise NotProved(f"the state of step {held.end.step} was changed while it was read")
+        if not self.is_still(standing) or standing.versions != self._versions():
+            raise NotProved(f"the state of step {standing.end.step} was changed while it was read")
 
-    def as_they_were(self, ends: Sequence[CommonEnd], read: TensorReader) -> Sequence[CommonEnd]:
+    def still_intact(self, ends: Sequence[CommonEnd], read: TensorReader) -> Sequence[CommonEnd]:
         """Those of these ends whose weights and optimizer this rank still has. Raises NotProved: it has none."""
-        if all(held.digest is None for held, _ in ends):
+        if all(standing.digest is None for standing, _ in ends):
             return ends
         digest = digest_of_large_state(self._state, read)
-        if not (same := [each for each in ends if each.held.digest in (None, digest)]):
-            step = ends[0].held.end.step
+        if not (same := [each for each in ends if each.standing.digest in (None, digest)]):
+            step = ends[0].standing.end.step
             raise NotProved(f"weights or optimizer are not those of step {step} any more")
         return same
 
 
 class Keeper:
-    """One rank's part in one last snapshot. reason, bell: see `LastSnapshot.keep`. foresee: see `LastSnapshot`.
+    """One rank's part in one last snapshot. reason, bell: see `LastSnapshot.keep`. judge_ahead: see `LastSnapshot`.
 
     Any thread; it needs neither the group nor the main thread.
     """
@@ -117,12 +117,13 @@ class Keeper:
         state: TrainingState,
         snapshots: Snapshots,
         members: Membership,
-        held: HeldEnds,
-        foresee: Callable[[Sequence[bytes]], Foreseen],
+        standing: StandingEnds,
+        judge_ahead: Callable[[Sequence[bytes]], JudgedAhead],
         reason: str,
         bell: bytes,
     ) -> None:
-        self._run, self._state, self._snapshots, self._held, self._foresee = run, state, snapshots, held, foresee
+        self._run, self._state, self._snapshots = run, state, snapshots
+        self._standing, self._judge_ahead = standing, judge_ahead
         self._paths, self._mark, self._peers, self._hosts = members.paths, members.mark, members.peers, members.hosts
         self._read = members.device.read
         self._tier = snapshots.memory.slots_of_host.paths
@@ -169,38 +170,38 @@ class Keeper:
             try:
                 return self._keep_one(ends, account)
             except NotProved:
-                if self._held.is_still(ends[0].held) or time.monotonic() > self._began + _PATIENCE:
+                if self._standing.is_still(ends[0].standing) or time.monotonic() > self._began + _PATIENCE:
                     raise
 
     def _keep_one(self, ends: Sequence[CommonEnd], account: LastSnapshotResult) -> LastSnapshotResult:
         """Keep the state of the first of these ends; of several hosts, of that one which all have."""
         told = time.monotonic()
-        ends = self._held.as_they_were(ends, self._read)
-        first = ends[0].held
+        ends = self._standing.still_intact(ends, self._read)
+        first = ends[0].standing
         digests = digests_of_parameters(self._state, self._read)
-        digest = together(digests)
-        self._held.require_unchanged(first)
+        digest = combined_digest(digests)
+        self._standing.require_unchanged(first)
         self._mark.tell_digest(first.end, digest)
         wait = max(_LEAST_WAIT, 3 * (time.monotonic() - told))
         with last_locks.alone(self._paths, self._began + _PATIENCE):
             if self._another_has_kept():
                 return account
             self._peers.require_same(first.end, digest, time.monotonic() + wait)
-            writes = {each.held.end: self._write_of(each, digests) for each in ends}
+            writers = {each.standing.end: self._writer_of(each, digests) for each in ends}
             if self._hosts is None:
-                foreseen = self._foresee(ends[0].marks.sent)
-                write = writes[first.end]
-                manifest, tier = write.write_alone(foreseen.sentinel)
-                return self._tell(account, manifest, write.metrics(foreseen), tier=tier)
+                judged_ahead = self._judge_ahead(ends[0].marks.sent)
+                writer = writers[first.end]
+                manifest, tier = writer.write_alone(judged_ahead.sentinel)
+                return self._tell(account, manifest, writer.metrics(judged_ahead), tier=tier)
             exchange = self._exchange(self._hosts)
-            here = {held.end: marks for held, marks in ends}
+            here = {standing.end: marks for standing, marks in ends}
             plan, manifest = keep_together(
                 exchange, self._tier, self._run.ranks.on_this_host, self._gone,
-                lambda late: self._peers.all_ends(self._began, over=late) | here, writes=writes, digest=digest,
-                next_seq=self._snapshots.next_seq, stands=lambda: self._held.is_still(first),
+                lambda late: self._peers.all_ends(self._began, over=late) | here, writers=writers, digest=digest,
+                next_seq=self._snapshots.next_seq, stands=lambda: self._standing.is_still(first),
             )  # fmt: skip
-            kept = writes.get(plan.at)
-            metrics = kept.metrics(exchange.foreseen) if kept is not None else plan.metrics
+            kept = writers.get(plan.at)
+            metrics = kept.metrics(exchange.judged_ahead) if kept is not None else plan.metrics
             return self._tell(account, manifest, metrics, plan.gone)
 
     def _keep_by_marks(self, hosts: Hosts, account: LastSnapshotResult) -> LastSnapshotResult:
@@ -215,7 +216,7 @@ class Keeper:
             return self._tell(account, manifest, plan.metrics, plan.gone)
 
     def _exchange(self, hosts: Hosts) -> Exchange:
-        return Exchange(hosts, self._foresee, self._began + _AMONG_HOSTS - time.monotonic())
+        return Exchange(hosts, self._judge_ahead, self._began + _AMONG_HOSTS - time.monotonic())
 
     def _another_has_kept(self) -> bool:
         return any(other.checkpoint for other in last_snapshot_result.read_results(self._paths, self._run.attempt))
@@ -234,11 +235,11 @@ class Keeper:
         last_snapshot_result.write_result(self._paths, account)
         return account
 
-    def _write_of(self, common: CommonEnd, digests: dict[str, bytes]) -> LastWrite:
-        held = common.held
-        return LastWrite(
-            self._run, self._state, self._snapshots, held.end, common.marks.bodies, held.small,
-            digests, self._read, lambda: self._held.require_unchanged(held),
+    def _writer_of(self, common: CommonEnd, digests: dict[str, bytes]) -> StateWriter:
+        standing = common.standing
+        return StateWriter(
+            self._run, self._state, self._snapshots, standing.end, common.marks.bodies, standing.small,
+            digests, self._read, lambda: self._standing.require_unchanged(standing),
         )  # fmt: skip
 
     def _await_common_ends(self, deadline: float) -> list[CommonEnd]:
@@ -246,13 +247,13 @@ class Keeper:
         newest first. Where another rank is further, this one will be there in a moment."""
         why = "this rank has not come to the end of a step"
         while True:
-            over, newest, ends = time.monotonic() > deadline, self._held.newest, self._held.still
+            over, newest, ends = time.monotonic() > deadline, self._standing.newest, self._standing.still
             found: list[CommonEnd] = []
-            for held in ends:
-                end, first = held.end, held is ends[-1]  # early marks tell of the first of these ends
+            for standing in ends:
+                end, first = standing.end, standing is ends[-1]  # early marks tell of the first of these ends
                 marks, missing = self._peers.marks_of(end, self._began, early=first, over=over)
                 if not missing and (over or not self._peers.any_is_beyond(end)):
-                    found.append(CommonEnd(held, marks))
+                    found.append(CommonEnd(standing, marks))
                     if self._hosts is None:
                         break
                 else:

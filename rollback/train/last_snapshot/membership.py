@@ -12,10 +12,11 @@ from rollback.errors import RollbackError, message_of
 from rollback.facts.training import NoLastSnapshot
 from rollback.system.durable import write_file
 from rollback.train.last_snapshot.device import NO_DEVICE, Device, NoAnswer, NoDevice, device_of
-from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone, place_of_store
+from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, place_of_store
 from rollback.train.last_snapshot.peers import Peers
+from rollback.train.last_snapshot.proof import StoreGone
 from rollback.train.last_snapshot.small_state import SmallStateReader
-from rollback.train.last_snapshot.write import sweep_slots
+from rollback.train.last_snapshot.writers import sweep_slots
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import is_sharded
 from rollback.train.snapshots.pipeline import Snapshots

@@ -12,9 +12,9 @@ import psutil
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.train.comm.ranks import Ranks
-from rollback.train.last_snapshot.early import of_gone, of_living, why_loud
+from rollback.train.last_snapshot.early import early_of_dead, early_of_living, why_refuted
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import split
-from rollback.train.last_snapshot.write import NotProved
 
 POLL = 0.002
 _MOMENT = 0.1
@@ -22,12 +22,12 @@ _MOMENT = 0.1
 
 class HostMarks(NamedTuple):
     """What this host's ranks have left at a step's end. sent: of those that came there. bodies: what each alone knew,
-    by rank. early: whether an early mark is among them. loud: why none may be; None: one may."""
+    by rank. early: whether an early mark is among them. early_refuted: why none may be; None: one may."""
 
     sent: list[bytes]
     bodies: Mapping[int, bytes]
     early: bool
-    loud: str | None
+    early_refuted: str | None
 
 
 class Peers:
@@ -79,23 +79,23 @@ class Peers:
         """
         ranks = sorted((self._ranks.rank, *self.pidfds))
 
-        def stand_in(rank: int) -> bytes | None:
-            return self._stand_in(rank, end, began, over) if early else None
+        def early_mark_of(rank: int) -> bytes | None:
+            return self._proved_early(rank, end, began, over) if early else None
 
-        return _host_marks(self._paths, ranks, end, stand_in)
+        return _host_marks(self._paths, ranks, end, early_mark_of)
 
     def all_ends(self, began: float, *, over: bool = False) -> dict[StepEnd, HostMarks]:
         """The ends of steps of which all ranks of this host have left marks. The rest is as for `marks_of`."""
         ranks = sorted((self._ranks.rank, *self.pidfds))
-        return ends_of_ranks(self._paths, ranks, lambda rank, end: self._stand_in(rank, end, began, over))
+        return ends_of_ranks(self._paths, ranks, lambda rank, end: self._proved_early(rank, end, began, over))
 
-    def _stand_in(self, rank: int, end: StepEnd, began: float, over: bool) -> bytes | None:
+    def _proved_early(self, rank: int, end: StepEnd, began: float, over: bool) -> bytes | None:
         """The early mark of a rank in place of its mark of that end, if that can be proved."""
         if not self._is_behind(rank, end):
             return None
         if self._is_gone(rank):
-            return of_gone(self._paths, rank, end, int(began * 1e9))
-        return of_living(self._paths, rank, end, self._computed(rank) if over else None)
+            return early_of_dead(self._paths, rank, end, int(began * 1e9))
+        return early_of_living(self._paths, rank, end, self._computed(rank) if over else None)
 
     def _is_behind(self, rank: int, end: StepEnd) -> bool:
         """Whether a rank has not come to that step's end, nor further."""
@@ -131,31 +131,31 @@ def _is_later(end: StepEnd, other: StepEnd) -> bool:
 
 
 def _host_marks(
-    paths: EndMarkPaths, ranks: Sequence[int], end: StepEnd, stand_in: Callable[[int], bytes | None]
+    paths: EndMarkPaths, ranks: Sequence[int], end: StepEnd, early_mark_of: Callable[[int], bytes | None]
 ) -> tuple[HostMarks, list[int]]:
-    """What these ranks have left at a step's end, and those that have left nothing there. stand_in: an early mark in
+    """What these ranks have left at a step's end, and those that have left nothing there. early_mark_of: gives one in
     place of a rank's mark of that end, if that can be proved. Raises NotProved."""
     found = {rank: end_marks.read_ends(paths, rank).get(end) for rank in ranks}
     ended = {rank: split(body) for rank, body in found.items() if body is not None}
     missing = [rank for rank in ranks if rank not in ended]
-    early = {rank: split(body) for rank in missing if (body := stand_in(rank)) is not None}
-    loud = why_loud(paths, {rank: own for rank, (_, own) in ended.items()}, end)
-    if early and loud is not None:  # their gradients are in the sums, or none would have come to that end
-        raise NotProved(loud)
+    early = {rank: split(body) for rank in missing if (body := early_mark_of(rank)) is not None}
+    early_refuted = why_refuted(paths, {rank: own for rank, (_, own) in ended.items()}, end)
+    if early and early_refuted is not None:  # their gradients are in the sums, or none would have come to that end
+        raise NotProved(early_refuted)
     bodies = {rank: own for rank, (_, own) in sorted({**ended, **early}.items())}
-    marks = HostMarks([sent for sent, _ in ended.values()], bodies, bool(early), loud)
+    marks = HostMarks([sent for sent, _ in ended.values()], bodies, bool(early), early_refuted)
     return marks, [rank for rank in missing if rank not in early]
 
 
 def ends_of_ranks(
-    paths: EndMarkPaths, ranks: Sequence[int], stand_in: Callable[[int, StepEnd], bytes | None]
+    paths: EndMarkPaths, ranks: Sequence[int], early_mark_of: Callable[[int, StepEnd], bytes | None]
 ) -> dict[StepEnd, HostMarks]:
     """The ends of steps of which all these ranks have left marks, newest first, and what they have left."""
     known = {end for rank in ranks for read in (end_marks.read_ends, end_marks.read_early) for end in read(paths, rank)}
     found = {}
     for end in sorted(known, reverse=True):
         with contextlib.suppress(NotProved):
-            marks, missing = _host_marks(paths, ranks, end, lambda rank, end=end: stand_in(rank, end))  # type: ignore[misc]
+            marks, missing = _host_marks(paths, ranks, end, lambda rank, end=end: early_mark_of(rank, end))  # type: ignore[misc]
             if not missing:
                 found[end] = marks
     return found

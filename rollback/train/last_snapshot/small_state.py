@@ -62,7 +62,7 @@ class LocalState(NamedTuple):
 
     text: str
     stored: bytes
-    stays: bytes = b""
+    unchanging: bytes = b""
     """What belongs behind `body`: the same object for as long as nothing of it changes."""
 
     def body(self, at_end: Mapping[str, Any], sent: bytes = b"") -> bytes:
@@ -75,7 +75,7 @@ class LocalState(NamedTuple):
 
     def kept(self) -> Any:
         """The values that are kept, as trees by name."""
-        return SmallState.of(split(self.body({}) + self.stays)[1]).trees["kept"]
+        return SmallState.of(split(self.body({}) + self.unchanging)[1]).trees["kept"]
 
 
 class SharedState:
@@ -85,10 +85,10 @@ class SharedState:
     asking it raises UsageError for what a checkpoint cannot keep, which the guard has refused before.
     """
 
-    def __init__(self, told: dict[str, Any], texts: Mapping[str, str], alike: Mapping[str, Any]) -> None:
+    def __init__(self, told: dict[str, Any], texts: Mapping[str, str], common_local: Mapping[str, Any]) -> None:
         self.texts = texts
         """Of the kept values, by name."""
-        self.alike = alike
+        self.common_local = common_local
         """What is the same in the `local` trees of all ranks: which buffers there are, and whether the next forward
         broadcasts them. Nothing changes it."""
         self._told: bytes | tuple[dict[str, Any], dict[str, Tensor]]
@@ -123,7 +123,7 @@ class SmallStateReader:
         self.on_gpu: list[Tensor] = []
         """Buffers whose bytes `local` does not have: the GPU is further behind. There are as many zeros at its end."""
         self._of_buffers = ""
-        self._stays = b""
+        self._unchanging = b""
         self._buffer_trees: dict[str, Any] = {}
 
     def local(self) -> LocalState:
@@ -160,24 +160,24 @@ class SmallStateReader:
             self._rest = _Unchanged.of(key, told)
         scattered = map(_bytes_of, self._scattered) if self._scattered else ()
         stored = b"".join((*parts, self._rest.stored, *self._views, *scattered, self._instead))
-        return LocalState(f"{self._rest.text},{moving}", stored, self._stays)
+        return LocalState(f"{self._rest.text},{moving}", stored, self._unchanging)
 
     def _find_position(self) -> tuple[dict[str, Any], str]:
         """The cursor's position without the epoch's opening: what of it mostly stays, and as JSON what moves."""
         position = self._state.cursor.position()
         if (opening := position.pop("opening", None)) is not self._opening.source:
             self._opening = _Unchanged.of(opening, {"opening": opening})
-            self._join_what_stays()
+            self._join_unchanging()
         moving = {}
         for name in _MOVING:
             if name in position:
                 moving[name] = position.pop(name)
         return position, _encode(moving)
 
-    def _join_what_stays(self) -> None:
+    def _join_unchanging(self) -> None:
         """Of which buffers there are bytes, and the epoch's opening."""
         text, stored = f"[{self._of_buffers},{self._opening.text}]".encode(), self._opening.stored
-        self._stays = b"".join((_LENGTHS.pack(len(text), len(stored)), text, stored))
+        self._unchanging = b"".join((_LENGTHS.pack(len(text), len(stored)), text, stored))
 
     def shared(self) -> SharedState:
         """A copy: nothing changes it later. What of it belongs to `local` is as when that was read."""
@@ -186,8 +186,8 @@ class SmallStateReader:
         for group in groups:
             del group["params"]
         objects = {name: item.state_dict() for name, item in state.objects.items()} if state.objects else {}
-        alike = {**self._buffer_trees, "broadcasts": state.broadcasts.told()}
-        return SharedState({**state.small_shared(objects), "groups": groups}, state.kept.shared_texts(), alike)
+        common_local = {**self._buffer_trees, "broadcasts": state.broadcasts.state_dict()}
+        return SharedState({**state.small_shared(objects), "groups": groups}, state.kept.shared_texts(), common_local)
 
     def forget(self) -> None:
         """The cursor was put elsewhere, and the random states were restored."""
@@ -208,7 +208,7 @@ class SmallStateReader:
         self._instead = bytes(sum(item.nbytes for item in self.on_gpu))
         self._of_buffers = _encode(_table({**in_one_piece, **scattered, **on_gpu}))
         self._buffer_trees = {name: image.local[name] for name in ("buffers", "nonpersistent_buffers")}
-        self._join_what_stays()
+        self._join_unchanging()
 
     def why_not_copied(self) -> str | None:
         """Why the state of this job is not copied at every step, in words; None: it is."""
@@ -233,14 +233,14 @@ class SmallStateReader:
         """What the model's state has beside parameters and buffers (`get_extra_state`), if there is something."""
         model = self._state.model
         known = {name: item for of in (model.named_parameters, model.named_buffers) for name, item in of()}
-        memory = {tree.memory_of(item) for item in known.values() if tree.is_kept(item)}
+        memory = {tree.memory_of(item) for item in known.values() if tree.is_storable(item)}
         others = ((name, item) for name, item in model.state_dict().items() if name not in known)
         return next((name for name, item in others if not _is_one_of(item, memory)), None)
 
 
 def _is_one_of(item: Any, memory: Container[tuple[Any, ...]]) -> bool:
     """Whether it is a tensor that is known by another name."""
-    return isinstance(item, Tensor) and tree.is_kept(item) and tree.memory_of(item) in memory
+    return isinstance(item, Tensor) and tree.is_storable(item) and tree.memory_of(item) in memory
 
 
 class _Registers:
@@ -341,10 +341,10 @@ class SmallState:
     @classmethod
     def of(cls, body: bytes) -> "SmallState":
         """Raises ValueError, KeyError, TypeError, EOFError, struct.error for what is no mark's content."""
-        text, stored, stays = _parted(body)
+        text, stored, unchanging = _parted(body)
         (told, rest), moving, at_end = json.loads(text)
         late = marshal.loads(bytes.fromhex(at_end.pop(KEPT))) if KEPT in at_end else {}  # noqa: S302 - as below
-        text, of_epoch, nothing = _parted(stays)
+        text, of_epoch, nothing = _parted(unchanging)
         buffers, (opening, of_opening) = json.loads(text)
         told["cursor"] |= moving | opening | told.pop("of_data") | at_end
         bytes_of = _Pieces(stored)
@@ -360,12 +360,14 @@ class SmallState:
     def buffer_names(self) -> list[str]:
         return sorted(name for name in self.tensors if name.startswith(BUFFERS))
 
-    def local(self, alike: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[dict[str, Any], list[ShardPiece]]:
-        """The `local` tree of this rank's shard, and the tensors in it. alike: what marks lack of it. texts: what they
-        lack of the kept values."""
+    def local(
+        self, common_local: Mapping[str, Any], texts: Mapping[str, str]
+    ) -> tuple[dict[str, Any], list[ShardPiece]]:
+        """The `local` tree of this rank's shard, and the tensors in it. common_local: what marks lack of it. texts:
+        what they lack of the kept values."""
         random: dict[str, Tensor] = {}
         local = {
-            **alike, "random": tree.encode(dict(self.random), "local/random", random),
+            **common_local, "random": tree.encode(dict(self.random), "local/random", random),
             "cursor": self.trees["cursor"], "nonfinite": self.trees["nonfinite"],
             "kept": {**self.trees["kept"], **texts},
         }  # fmt: skip
@@ -382,8 +384,8 @@ def same_but_for_next(early: bytes, end: bytes) -> bool:
 def split(body: bytes) -> tuple[bytes, bytes]:
     """Both parts of a mark's content, where what stays is behind it: what was sent, and with what stays what only the
     rank knew. Raises ValueError."""
-    local, sent, stays = _parted(body)
-    return sent, local + stays
+    local, sent, unchanging = _parted(body)
+    return sent, local + unchanging
 
 
 def _parted(joined: bytes) -> tuple[bytes, bytes, bytes]:

@@ -29,11 +29,11 @@ from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.device import NO_DEVICE
 from rollback.train.last_snapshot.early import EarlyMarks
-from rollback.train.last_snapshot.hosts import StoreGone
-from rollback.train.last_snapshot.keeper import HeldEnds, Keeper
+from rollback.train.last_snapshot.keeper import Keeper, StandingEnds
 from rollback.train.last_snapshot.membership import SWITCHED_OFF, join, note_stopped
+from rollback.train.last_snapshot.proof import StoreGone
 from rollback.train.last_snapshot.small_state import KEPT, LocalState, SmallStateReader
-from rollback.train.last_snapshot.write import Foreseen, digest_of_large_state
+from rollback.train.last_snapshot.writers import JudgedAhead, digest_of_large_state
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.unseen_writes import UnseenWrites
@@ -52,7 +52,7 @@ VALUES_BEHIND = (
 class LastSnapshot:
     """One rank's part in it. Where there can be none, nothing is done at any step, and the journal has the reason.
 
-    foresee: judges the last step ahead by what the ranks that came to its end have told, from any thread; raises
+    judge_ahead: judges the last step ahead by what the ranks that came to its end have told, from any thread; raises
     NotProved. telltale: as `EarlyMarks` has it. at_last_batch: whether the batch in hand is probably its update's last
     one. Making one is collective; nothing else is.
     """
@@ -65,15 +65,16 @@ class LastSnapshot:
         pulse: Pulse,
         batches: Batches,
         timeline: Callable[[], int],
-        foresee: Callable[[Sequence[bytes]], Foreseen],
+        judge_ahead: Callable[[Sequence[bytes]], JudgedAhead],
         telltale: Callable[[], torch.nn.Parameter | None],
         unseen: UnseenWrites,
         at_last_batch: Callable[[], bool],
     ) -> None:
         self._run, self._state, self._snapshots, self._pulse, self._batches = run, state, snapshots, pulse, batches
-        self._timeline, self._foresee, self._unseen, self._at_last_batch = timeline, foresee, unseen, at_last_batch
+        self._timeline, self._judge_ahead = timeline, judge_ahead
+        self._unseen, self._at_last_batch = unseen, at_last_batch
         self._small_state = SmallStateReader(state)
-        self._held = HeldEnds(state)
+        self._standing = StandingEnds(state)
         self._returns = 0
         self._device = NO_DEVICE
         self._early: EarlyMarks | None = None
@@ -115,13 +116,13 @@ class LastSnapshot:
         shared = self._small_state.shared()
         sent = self._device.holding(self._pulse.sent())
         body, late = _content_of(sent, local, told_at_end(self._state), self._small_state.on_gpu)
-        if (size := len(body) + len(local.stays)) > end_marks.MOST:
+        if (size := len(body) + len(local.unchanging)) > end_marks.MOST:
             self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
             return
         added = sum(item.nbytes for item in late) if late else None
-        part = self._mark.write(end, body, local.stays, added)
+        part = self._mark.write(end, body, local.unchanging, added)
         self._device.add(part, end, late)  # the part is whole once a GPU has come to this step's end itself
-        self._held.add(end, shared, digest)
+        self._standing.add(end, shared, digest)
         if self._early is not None and (before := self._early.at_end(end, local, part)) is not None:
             then, now = before.kept(), local.kept()
             changed = [name for name in now if then.get(name) != now[name] and self._state.kept.is_of_script(name)]
@@ -139,7 +140,7 @@ class LastSnapshot:
 
     def note_change(self) -> None:
         """The state is about to change, or what belongs to the last step's end is."""
-        self._held.changes += 1
+        self._standing.changes += 1
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """What follows are other steps, though they may have the same numbers. `note_change` came before."""
@@ -150,7 +151,7 @@ class LastSnapshot:
         self._pulse.await_sum()
         if not self._over:
             self._device.await_gradients()
-        self._held.changes += 1
+        self._standing.changes += 1
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self._over:
@@ -174,7 +175,7 @@ class LastSnapshot:
                 return
             self._done = True
             members, snapshots = self._members, self._snapshots
-            Keeper(self._run, self._state, snapshots, members, self._held, self._foresee, reason, bell).keep()
+            Keeper(self._run, self._state, snapshots, members, self._standing, self._judge_ahead, reason, bell).keep()
 
     def leave(self) -> None:
         """This rank ends as it should. If a last snapshot is being made, wait for it first."""
@@ -223,7 +224,7 @@ class LastSnapshot:
     def _stop(self, why: str) -> None:
         """Not collective: without the marks of one rank there is none."""
         rank, hosts = self._run.ranks.rank, self._members.hosts
-        if self._run.ranks.first:
+        if self._run.ranks.is_rank_0:
             note_stopped(self._run, why)
         elif hosts is None or hosts.own == FIRST:
             self._mark.tell_stopped(why)

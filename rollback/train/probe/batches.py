@@ -22,7 +22,7 @@ from rollback.sentinel import Sentinel
 from rollback.sentinel.probe import OpenQuestion
 from rollback.train.data import rng
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.incidents.decisions import StepMark
+from rollback.train.incidents.decisions import StepSpan
 from rollback.train.state.kept_values import KeptByScript
 
 KEPT_EVERY = 100
@@ -33,7 +33,7 @@ _HELD = 2  # a rise shows after 48 steps and more, when the newest may be of the
 _AGAIN_AFTER = 10  # steps, where the last try was of an unfit time
 
 
-class KeptBatch:
+class ProbeBatch:
     """A copy of a batch, and the random states as it was handed out. Raises ValueError where it cannot be copied.
 
     generators: the states of the script's own.
@@ -58,11 +58,11 @@ class KeptBatch:
 
 
 @dataclass
-class KeptUpdate:
+class ProbeUpdate:
     """The batches of one update."""
 
     step: int
-    batches: list[KeptBatch] = field(default_factory=list)
+    batches: list[ProbeBatch] = field(default_factory=list)
     loss: float | None = None
     """Its mean over batches and ranks, as judged; None: it is not judged yet."""
     level: float = 0.0
@@ -71,7 +71,7 @@ class KeptUpdate:
     """Why a batch of it could not be copied on this rank."""
 
 
-class KeptUpdates:
+class ProbeUpdates:
     """Nothing here is collective. wanted: whether any are kept, and anything is asked."""
 
     def __init__(self, *, wanted: bool = True) -> None:
@@ -79,45 +79,45 @@ class KeptUpdates:
         self.question: OpenQuestion | None = None
         """What the model is to be asked about, until it was or could not be."""
         self._from = 0
-        self._open: KeptUpdate | None = None
-        self.held: list[KeptUpdate] = []
+        self._open: ProbeUpdate | None = None
+        self.held: list[ProbeUpdate] = []
 
     def keep(self, step: int, batch: Any, scripts: KeptByScript) -> None:
         """A batch of this step is handed out. Call it where updates are `wanted`."""
         if step < self._from:
             return
         if self._open is None:
-            self._open = KeptUpdate(step)
+            self._open = ProbeUpdate(step)
         kept = self._open
         if kept.step == step and kept.unfit is None:  # else it is not judged yet
             try:
-                room = MOST - sum(each.nbytes for each in kept.batches)
-                kept.batches.append(KeptBatch(batch, room, scripts.generators()))
+                left = MOST - sum(each.nbytes for each in kept.batches)
+                kept.batches.append(ProbeBatch(batch, left, scripts.generators()))
             except (ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
                 kept.batches, kept.unfit = [], f"a batch cannot be kept: {error}"
 
-    def judged(self, mark: StepMark, loss: float | None, sentinel: Sentinel) -> None:
+    def judged(self, span: StepSpan, loss: float | None, sentinel: Sentinel) -> None:
         """A step was judged. loss: the mean over the ranks."""
         if self.wanted:
-            self._hold(mark, loss, sentinel)
-            self.question = sentinel.question(mark.step) or self.question
+            self._hold(span, loss, sentinel)
+            self.question = sentinel.question(span.step) or self.question
 
-    def _hold(self, mark: StepMark, loss: float | None, sentinel: Sentinel) -> None:
+    def _hold(self, span: StepSpan, loss: float | None, sentinel: Sentinel) -> None:
         """Hold the update of this step, if its batches are there and its loss is of a healthy time."""
         kept = self._open
-        if kept is None or kept.step != mark.step:
+        if kept is None or kept.step != span.step:
             return
         self._open = None
         level = sentinel.settled_level
-        whole = mark.batches == mark.batches_per_step and (kept.unfit or len(kept.batches) == mark.batches)
+        whole = span.batches == span.batches_per_step and (kept.unfit or len(kept.batches) == span.batches)
         if loss is None or not math.isfinite(loss) or level is None or not whole:
-            self._from = mark.step + _AGAIN_AFTER
+            self._from = span.step + _AGAIN_AFTER
             return
         kept.loss, kept.level = loss, level
-        self._from = mark.step + KEPT_EVERY
+        self._from = span.step + KEPT_EVERY
         self.held = [*self.held, kept][-_HELD:]
 
-    def before(self, onset: int) -> KeptUpdate | None:
+    def before(self, onset: int) -> ProbeUpdate | None:
         """The newest from before this step."""
         return next((kept for kept in reversed(self.held) if kept.step < onset), None)
 

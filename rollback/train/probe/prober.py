@@ -22,12 +22,12 @@ from rollback.train.comm.pulse import Pulse
 from rollback.train.incidents.decisions import Decision
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.rewinder import Rewinder
-from rollback.train.probe.batches import KeptUpdate, KeptUpdates
+from rollback.train.probe.batches import ProbeUpdate, ProbeUpdates
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import is_sharded
-from rollback.train.state.held import HeldGradients, HeldState
-from rollback.train.state.module_buffers import marks_of_not_kept
+from rollback.train.state.module_buffers import versions_of_unstored
 from rollback.train.state.state import TrainingState
+from rollback.train.state.state_copy import GradientCopy, StateCopy
 from rollback.train.step import StepInProgress
 from rollback.train.updates.wrappers import ddp_inside
 
@@ -37,9 +37,9 @@ NO_BATCH = object()
 class _UnderWay:
     """A probe whose batches the script is being given."""
 
-    def __init__(self, question: OpenQuestion, kept: KeptUpdate, state: TrainingState, held: HeldState) -> None:
+    def __init__(self, question: OpenQuestion, kept: ProbeUpdate, state: TrainingState, held: StateCopy) -> None:
         self.question, self.kept, self.state = question, kept, held
-        self.gradients = HeldGradients({*state.trained, *state.parameters}, state.fsdp)
+        self.gradients = GradientCopy({*state.trained, *state.parameters}, state.fsdp)
         self.left = list(kept.batches)
 
 
@@ -55,7 +55,7 @@ class Prober:
         model: nn.Module,
         state: TrainingState,
         pulse: Pulse,
-        kept: KeptUpdates,
+        kept: ProbeUpdates,
         judge: Judge,
         rewinder: Rewinder,
         step: StepInProgress,
@@ -203,4 +203,4 @@ class Prober:
         return None
 
     def _marks_of_hidden(self) -> list[tuple[str, int, int]]:
-        return [mark for module in self._state.modules.values() for mark in marks_of_not_kept(module)]
+        return [one for module in self._state.modules.values() for one in versions_of_unstored(module)]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Standing(NamedTuple):
+class Activity(NamedTuple):
     """What a rank is doing, and where."""
 
     doing: str
@@ -21,7 +21,7 @@ class RankActivity:
     """The present activity of one guard's rank. The guard's parts set it; threads and hooks read it."""
 
     def __init__(self) -> None:
-        self.standing = Standing("attaching", 0, 0, first=0, last=0)
+        self.now = Activity("attaching", 0, 0, first=0, last=0)
         """Replaced as a whole, so that a thread never reads half of it."""
         self.empty_pass: int | None = None
         """The epoch of a pass over the guard that had no batch, until the next batch."""

@@ -97,15 +97,15 @@ class FailureRecorder:
 
     def note_exit(self, error: SystemExit) -> None:
         """The script is about to leave. It may still catch this: with the next batch it counts for nothing."""
-        standing = self._activity.standing
-        in_body = standing.in_hand and standing.doing == "training" and self._activity.loop() is not None
+        activity = self._activity.now
+        in_body = activity.in_hand and activity.doing == "training" and self._activity.loop() is not None
         self._exit = self._account(error) if in_body else None
 
     def record_exit(self) -> None:
         """The guard is closed: record the exit in the loop's body that this comes of, if it does."""
-        standing, left = self._activity.standing, self._exit
+        activity, left = self._activity.now, self._exit
         if self._activity.script_failed or left is None or (left.step, left.batch, left.doing) != (
-            standing.step, standing.batch, standing.doing
+            activity.step, activity.batch, activity.doing
         ):  # fmt: skip
             return
         self._activity.script_failed = True
@@ -128,22 +128,22 @@ class FailureRecorder:
     def _empty_epoch(self, error: BaseException) -> int | None:
         """The epoch without a batch of which an error comes. Not where its first one is being read: that may fail."""
         activity = self._activity
-        return activity.empty_pass if isinstance(error, _OF_EMPTY) and not activity.standing.in_hand else None
+        return activity.empty_pass if isinstance(error, _OF_EMPTY) and not activity.now.in_hand else None
 
     def _account(self, error: Exception | SystemExit) -> FailureRecord:
-        standing, name, message = self._activity.standing, qualified_name(type(error)), text_of(error)
+        activity, name, message = self._activity.now, qualified_name(type(error)), text_of(error)
         frames = frames_of(error, _LIBRARIES)
         said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"
         now = time.time()
-        reading = standing.doing == "reading"
-        in_hand = standing.in_hand and not self._activity.evaluates()
+        reading = activity.doing == "reading"
+        in_hand = activity.in_hand and not self._activity.evaluates()
         samples = self._cursor.in_hand(reading) if in_hand else None
         unreadable = self._cursor.unreadable(samples) if samples and reading else []
         return FailureRecord(
             rank=self._rank, pid=self._pid, host=host_name(), attempt=self._attempt,
             at=datetime.fromtimestamp(now, timezone.utc).isoformat(timespec="milliseconds"), seconds=now,
-            step=standing.step, batch=standing.batch, doing=standing.doing,
-            whole_step=Window(first=standing.first, last=standing.last),
+            step=activity.step, batch=activity.batch, doing=activity.doing,
+            whole_step=Window(first=activity.first, last=activity.last),
             error=name, message=said, traceback=formatted(error), frames=frames,
             fingerprint=fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
             in_hand=in_hand, empty_epoch=self._empty_epoch(error), ours=raised_in(error, _OURS),

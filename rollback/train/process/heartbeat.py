@@ -25,7 +25,7 @@ from rollback.system.processes import start_of
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.introspection import frame_of
-from rollback.train.process.activity import RankActivity, Standing
+from rollback.train.process.activity import Activity, RankActivity
 
 _EVERY_SECONDS = 0.5
 _PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -70,20 +70,20 @@ class HeartbeatWriter:
     def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
         """Set what this rank is doing, with no batch in hand. It is written within half a second; with `now`, on
         return."""
-        self.activity.standing = Standing(doing, step, batch, first=batch, last=batch)
+        self.activity.now = Activity(doing, step, batch, first=batch, last=batch)
         if now:
             self._moved = time.monotonic()
             self._write()
 
     def turn_to(self, doing: str) -> None:
         """Set what this rank is doing, at the same position."""
-        self.show(doing, self.activity.standing.step, self.activity.standing.batch, now=True)
+        self.show(doing, self.activity.now.step, self.activity.now.batch, now=True)
 
     def end(self, *, in_hand: bool, unrecorded: str = "") -> None:
         """The guard is closed. in_hand: because of an exception, perhaps, so that a failure record can still name the
         batch in hand. unrecorded: see `Heartbeat`."""
-        standing = self.activity.standing
-        self.activity.standing = standing._replace(in_hand=standing.in_hand and in_hand)
+        now = self.activity.now
+        self.activity.now = now._replace(in_hand=now.in_hand and in_hand)
         self._unrecorded = unrecorded[:UNRECORDED]
         self._ended, self._moved = True, time.monotonic()
         self._write()
@@ -115,12 +115,12 @@ class HeartbeatWriter:
         self._write_file()
 
     def _beat(self) -> Heartbeat:
-        standing = self.activity.standing
-        doing = LEAVING if self._leaving else "ended" if self._ended else standing.doing
+        now = self.activity.now
+        doing = LEAVING if self._leaving else "ended" if self._ended else now.doing
         # No call into torch: a thread that returns from C++ into an ending interpreter aborts the process.
         begun = None if self._ended else self._ranks.collectives_begun()
         return Heartbeat.model_construct(
-            pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
+            pid=self._pid, host=self._host, attempt=self._attempt, step=now.step, batch=now.batch,
             doing=doing, monotonic=self._moved, start=self._start, looked=time.monotonic(), collectives=begun,
             unrecorded=self._unrecorded,
         )  # fmt: skip

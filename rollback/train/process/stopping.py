@@ -139,7 +139,7 @@ def at_exit(act: Callable[[], object]) -> None:
         register(lambda: (still_there := method()) and still_there())
 
 
-class Departure:
+class ExitOrder:
     """Whether one guard's rank has been told to leave, and goes on all the same.
 
     A script's bare `except:` around `next(batches)`, meant for the end of an epoch or for a sample that cannot be read,

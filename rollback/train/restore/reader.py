@@ -1,8 +1,8 @@
 """A checkpoint that is open to be restored: it is verified, and its tensors are read into the live ones.
 
-Whole    every rank can read the shards of all ranks: in the ring, or in the slots of a single host
-Parted   every rank has only its own shard: in the slots of many hosts. A rank sends the tensors that are not sharded to
-         all others, and its parts to the ranks that have the same part and did not store it
+AllShards  every rank can read the shards of all ranks: in the ring, or in the slots of a single host
+OwnShard   every rank has only its own shard: in the slots of many hosts. A rank sends the tensors that are not sharded
+           to all others, and its parts to the ranks that have the same part and did not store it
 
 Another number of ranks than then: the shared state is the same for all; of local parts those of a rank's own number
 serve, and those of ranks that are no more are not used. That their batches have as many samples is checked before
@@ -44,7 +44,7 @@ _Stored = list[Any]
 """Of a part in a shard: its type, the shape of the whole, and offset and shape of the part."""
 
 
-class Whole:
+class AllShards:
     """All shards of a checkpoint, verified by the ranks of this host between them.
 
     shards: the open ones. memory: this rank's own shard, if the process has it mapped. Raises CheckpointUnusable. Call
@@ -82,7 +82,7 @@ class Whole:
 
     def load(self, ranks: Ranks, state: TrainingState) -> None:
         live, find = state.live_tensors(), state.places()
-        room = rooms(live, find)
+        target_of = targets(live, find)
 
         def part(key: str, like: Tensor, stored: Sequence[tuple[Part, Stored]]) -> Tensor:
             own_first = sorted(stored, key=lambda item: item[1].shard is not self._own)
@@ -93,7 +93,7 @@ class Whole:
             like, entry = find(key), shard.entries[key]
             if like is not None and is_sharded(like) and tuple(like.shape) == entry.shape:  # it was not, then
                 return part(key, like, [(whole(entry.shape), Stored(shard, key))])
-            return reads.want(shard, key, room(key, (entry.dtype, entry.shape)))
+            return reads.want(shard, key, target_of(key, (entry.dtype, entry.shape)))
 
         def sharded(key: str) -> Tensor:
             if (like := find(key)) is None:
@@ -134,11 +134,11 @@ class Whole:
         return shared, local
 
 
-class Parted:
+class OwnShard:
     """This rank's own shard, verified. `meet` learns from the other ranks what they have.
 
-    shards, memory: as in `Whole`. Raises CheckpointDamaged, also if this host does not have the shard. Call `close` at
-    the end.
+    shards, memory: as in `AllShards`. Raises CheckpointDamaged, also if this host does not have the shard. Call `close`
+    at the end.
     """
 
     def __init__(self, manifest: Manifest, directory: Path, memory: memoryview | None, ranks: Ranks) -> None:
@@ -162,7 +162,7 @@ class Parted:
             with _in_words(self._name):
                 shapes = {key: item.shape for key, item in self._shard.entries.items()}
                 self._parts = read_parts(self._shard.metadata, shapes)
-                self._shared = parse_json(self._shard.metadata["shared"]) if ranks.first else None
+                self._shared = parse_json(self._shard.metadata["shared"]) if ranks.is_rank_0 else None
                 self.frozen = FrozenInCheckpoint(frozen.read_digests(self._shard.metadata), manifest.frozen)
                 self._local = parse_json(self._shard.metadata["local"])
                 require_keys(tree.decode(self._local, lambda key: _stand_in(self._shard, key)), "local")
@@ -208,7 +208,7 @@ class Parted:
 
     def load(self, ranks: Ranks, state: TrainingState) -> None:
         live, find = ranks.agreed(lambda: (state.live_tensors(), state.places()))
-        room = rooms(live, find)
+        target_of = targets(live, find)
         likes, routes = ranks.agreed(partial(self._find_parts, self._meet_holders(find, ranks), find, ranks.rank))
         own = {key for key in self._wanted if self._owner[key] == ranks.rank}
         own |= {key for key, like in likes.items() if self._parts.get(key) == part_of(like, key)}
@@ -219,7 +219,7 @@ class Parted:
             with reading(ranks) as reads:
                 for key in sorted(own):
                     entry = self._shard.entries[key]
-                    read[key] = reads.want(self._shard, key, room(key, (entry.dtype, entry.shape)))
+                    read[key] = reads.want(self._shard, key, target_of(key, (entry.dtype, entry.shape)))
                 for key in self.frozen.digests.keys() - self._owner.keys():
                     read[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
                 local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
@@ -231,7 +231,7 @@ class Parted:
         by_owner: dict[int, dict[str, tuple[Tensor | None, TensorKind]]] = {}
         for key in self._wanted:
             kind = self._kinds[key]
-            by_owner.setdefault(self._owner[key], {})[key] = room(key, kind), kind
+            by_owner.setdefault(self._owner[key], {})[key] = target_of(key, kind), kind
         for source, plain in sorted(by_owner.items()):
             found |= self._receive(source, None, read, plain, ranks)
         for (source, to), kinds in sorted(routes.items()):
@@ -307,21 +307,21 @@ class Parted:
             ranks.spread([read[key].contiguous() for key in wanted], source, to)
             return {}
         present = {key: fitting(item, kind) for key, (item, kind) in wanted.items()}
-        rooms = {
+        received = {
             key: item if item is not None and item.is_contiguous() else fresh(wanted[key][1])
             for key, item in present.items()
         }
-        ranks.spread(list(rooms.values()), source, to)
+        ranks.spread(list(received.values()), source, to)
         return {
-            key: room if (item := present[key]) is None or item is room else item.copy_(room)
-            for key, room in rooms.items()
+            key: target if (item := present[key]) is None or item is target else item.copy_(target)
+            for key, target in received.items()
         }
 
 
-Reading = Whole | Parted
+Reading = AllShards | OwnShard
 
 
-def rooms(
+def targets(
     live: Mapping[str, Tensor], find: Callable[[str], Tensor | None]
 ) -> Callable[[str, TensorKind], Tensor | None]:
     """What a stored tensor of some name and kind is read into: the live one, if there is one.
@@ -330,13 +330,13 @@ def rooms(
     None: a new one in the host's memory.
     """
 
-    def room(key: str, kind: TensorKind) -> Tensor | None:
+    def target(key: str, kind: TensorKind) -> Tensor | None:
         if (present := live.get(key)) is not None or key.startswith(STILL):
             return present
         own = find(key)
         return None if own is None or own.is_cpu or is_sharded(own) else fresh(kind, own.device)
 
-    return room
+    return target
 
 
 @contextmanager

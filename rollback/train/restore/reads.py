@@ -21,7 +21,7 @@ from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.copy_stream import current
 from rollback.train.state import tree
 
-_ROOM = 32 << 20  # bytes: large enough for the link's full speed
+_BUFFER_BYTES = 32 << 20  # bytes: large enough for the link's full speed
 _MOST_THREADS = 16  # that one rank reads with, however many cores it has: some take all that a memory can give
 
 
@@ -81,13 +81,13 @@ class Reads:
             )
         present = fitting(present, (stored.entry.dtype, wanted.box.shape))
         in_place = present is not None and not present.is_cuda and present.is_contiguous()
-        room = present if present is not None and in_place else fresh((stored.entry.dtype, wanted.box.shape))
+        target = present if present is not None and in_place else fresh((stored.entry.dtype, wanted.box.shape))
         whole_rows = []
         for number in cover(stored.name, [part for part, _ in parts]):
             part, stored = parts[number]
             if (common := part.box.overlap(wanted.box)) is None:
                 continue
-            rows = room[common.inside(wanted.box)]
+            rows = target[common.inside(wanted.box)]
             if rows.is_contiguous() and common.shape[1:] == part.box.shape[1:]:
                 whole_rows.append(
                     _Read(stored.shard, stored.name, bytes_of(rows), _before(common, part.box) * rows.itemsize)
@@ -96,10 +96,10 @@ class Reads:
                 rows.copy_(_read_box(stored, part.box, common))
         if in_place or (present is None and not on.is_cuda):
             self.wanted += whole_rows
-            torch.autograd.graph.increment_version(room)
-            return room
+            torch.autograd.graph.increment_version(target)
+            return target
         _read_all(whole_rows)
-        return room.to(on.device) if present is None else present.copy_(room)
+        return target.to(on.device) if present is None else present.copy_(target)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class DeviceRead:
     """A tensor in a file that is to fill one on a device, which is contiguous.
 
     A shard that lies in memory which the driver has registered is copied at the speed of the link. Others go through
-    two registered rooms of each thread that reads: one is filled from the file while the device copies from the other.
+    two registered buffers of each thread that reads: one is filled from the file while the device copies the other.
     """
 
     file: TensorFile
@@ -168,22 +168,22 @@ def _await_devices(wanted: Sequence[DeviceRead]) -> None:
 
 def read_to_devices(wanted: Sequence[DeviceRead]) -> None:
     """Carry the reads out, in this thread. When it returns the tensors are filled. Raises CheckpointUnreadable."""
-    ways = {device: _Way(device) for device in {read.target.device for read in wanted}}
+    copiers = {device: _DeviceCopier(device) for device in {read.target.device for read in wanted}}
     try:
         for read in wanted:
-            ways[read.target.device].fill(read)
+            copiers[read.target.device].fill(read)
     finally:
-        for way in ways.values():
-            way.settle()
+        for copier in copiers.values():
+            copier.await_copies()
 
 
-class _Way:
-    """A thread's way to one device, in a stream of its own."""
+class _DeviceCopier:
+    """A thread's copies to one device, in a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._rooms: list[tuple[Tensor, Any]] = []
+        self._buffers: list[tuple[Tensor, Any]] = []
 
     def fill(self, read: DeviceRead) -> None:
         target = read.target.detach().reshape(-1).view(torch.uint8)
@@ -193,30 +193,30 @@ class _Way:
             if (mapped := read.file.mapped(read.name)) is not None:
                 target.copy_(torch.frombuffer(mapped, dtype=torch.uint8), non_blocking=True)
                 return
-            for start in range(0, len(target), _ROOM):
-                part = target[start : start + _ROOM]
-                room, copied = self._next_room()
-                read.file.read_into(read.name, bytes_of(room[: len(part)]), start)
-                part.copy_(room[: len(part)], non_blocking=True)
+            for start in range(0, len(target), _BUFFER_BYTES):
+                part = target[start : start + _BUFFER_BYTES]
+                buffer, copied = self._next_buffer()
+                read.file.read_into(read.name, bytes_of(buffer[: len(part)]), start)
+                part.copy_(buffer[: len(part)], non_blocking=True)
                 if copied is not None:
                     copied.record(self._stream)
 
-    def settle(self) -> None:
+    def await_copies(self) -> None:
         """Wait until the device has all that was read."""
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _next_room(self) -> tuple[Tensor, Any]:
-        """A room that the device does not copy from any more, and the event of the next copy from it."""
-        if len(self._rooms) < 2:
-            room = torch.empty(_ROOM, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
+    def _next_buffer(self) -> tuple[Tensor, Any]:
+        """A buffer that the device does not copy from any more, and the event of the next copy from it."""
+        if len(self._buffers) < 2:
+            buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
             copied = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
         else:
-            room, copied = self._rooms.pop(0)
+            buffer, copied = self._buffers.pop(0)
             if copied is not None:
                 copied.synchronize()
-        self._rooms.append((room, copied))
-        return room, copied
+        self._buffers.append((buffer, copied))
+        return buffer, copied
 
     def _in_stream(self) -> AbstractContextManager[object]:
         return current(self._stream) if self._stream is not None else nullcontext()

@@ -13,7 +13,7 @@ from rollback.errors import (
 )
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
-from rollback.train.restore.reader import Parted, Reading, Whole
+from rollback.train.restore.reader import AllShards, OwnShard, Reading
 from rollback.train.restore.reads import threads_of
 from rollback.train.state.state import TrainingState
 
@@ -89,7 +89,7 @@ def _verify(
         return None, why
     reading, fault = _open(name, place, ranks)
     fault = _first(ranks, fault)
-    if fault is None and isinstance(reading, Parted):
+    if fault is None and isinstance(reading, OwnShard):
         fault = _first(ranks, reading.meet(ranks))
     if fault is None and state is not None and reading is not None and reading.frozen.digests:
         fault = _first(ranks, reading.frozen.compare(place.run, state, threads_of(ranks)))
@@ -109,7 +109,7 @@ def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | No
             manifest = read_manifest(place.directory, in_slot=place.in_slot)
             if manifest.name != name:
                 raise CheckpointDamaged(f"{place.directory} holds {manifest.name}, not {name}")
-            made = Parted if place.in_slot and ranks.host_count > 1 else Whole
+            made = OwnShard if place.in_slot and ranks.host_count > 1 else AllShards
             return made(manifest, place.directory, place.memory, ranks), None
         except CheckpointUnreadable as error:
             fault = error

@@ -165,7 +165,7 @@ class FastTier:
                 return
             time.sleep(0.01)
 
-    def settle(self) -> None:
+    def await_slots(self) -> None:
         """Wait for all slots."""
         for job in list(self._jobs.values()):
             job.exception()

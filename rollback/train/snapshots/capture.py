@@ -42,12 +42,12 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank stores of an image.
 
     replicas: what all ranks have alike and compare: parameters, and of a sharded model what is kept beside them in
     plain tensors; empty if there is one rank. parts: this rank's parts of the sharded parameters, and where they lie in
-    the whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores. sample: of
+    the whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores. spot_check: of
     the rest, what is compared this time; empty if there is one rank.
     """
 
@@ -58,13 +58,13 @@ class Share:
     sharded: Mapping[str, Tensor] = field(default_factory=dict)
     finite: FiniteCheck | None = None
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
-    sample: Sequence[Tensor] = ()
+    spot_check: Sequence[Tensor] = ()
 
     def kinds(self) -> dict[str, TensorKind]:
         return {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in self.tensors.items()}
 
 
-def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None, turn: int = 0) -> Share:
+def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None, turn: int = 0) -> RankShare:
     """What this rank stores. frozen: names and digests of the frozen weights that the snapshot leaves out; default:
     none. turn: of the samples that are compared."""
     frozen = frozen or {}
@@ -78,7 +78,7 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
     there = {**shared, **image.local_tensors}
     stored = {name: item for name, item in there.items() if owner.get(name, ranks.rank) == ranks.rank}
     metadata = {"local": json.dumps(image.local)}
-    if ranks.first:
+    if ranks.is_rank_0:
         metadata["shared"] = json.dumps(image.shared)
         if frozen:
             metadata[METADATA_FROZEN] = write_digests(frozen)
@@ -86,12 +86,12 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
         metadata[METADATA] = write_parts({name: part for name, part in image.parts.items() if name in stored})
     compared = _compared(shared, image) if ranks.world_size > 1 else {}
     rest = {name: item for name, item in shared.items() if name not in compared}
-    sample = drift.sample(rest, turn) if ranks.world_size > 1 else ()
+    checked = drift.spot_check(rest, turn) if ranks.world_size > 1 else ()
     parts = {
         name: (part, image.local_tensors[name]) for name, part in image.parts.items() if name.startswith(PARAMETERS)
     }
     still = {name: image.shared_tensors[name] for name in frozen}
-    return Share(stored, compared, metadata, parts, image.sharded, image.finite, still, sample)
+    return RankShare(stored, compared, metadata, parts, image.sharded, image.finite, still, checked)
 
 
 def _compared(shared: Mapping[str, Tensor], image: Image) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class Capture:
     mode: which part of the work `start` does. `finish` does the rest, and may run beside the training until the fence.
     """
 
-    def __init__(self, share: Share, layout: Layout, region: Region, mode: CaptureMode) -> None:
+    def __init__(self, share: RankShare, layout: Layout, region: Region, mode: CaptureMode) -> None:
         self._share = share
         self._layout = layout
         self._region = region
@@ -132,17 +132,17 @@ class Capture:
         self._arrived: Any = None
         self._on_device: list[Tensor | int] = [0, 0, 0]
         """Digests of what the device holds of the replicas, of the parts, and of the sample."""
-        self._of_sample = 0
+        self._of_spot_check = 0
 
     def start(self) -> None:
         """Copy the restless tensors, and make the device begin to copy the tensors that it holds.
 
-        Raises ValueError if the trees do not fit into the room of the header any more.
+        Raises ValueError if the trees do not fit into the space of the header any more.
         """
         self._region.view[: self._layout.header_space] = self._layout.head(self._share.metadata)
         self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})
         self._digest({name: item for name, item in self._stored_by_others.items() if not _is_still(name)})
-        self._of_sample = int(drift.on_device(item for item in self._share.sample if not item.is_cuda))
+        self._of_spot_check = int(drift.on_device(item for item in self._share.spot_check if not item.is_cuda))
         self._start_on_device()
         if self._mode != "overlapped":
             self._copy(self._still)
@@ -171,9 +171,9 @@ class Capture:
         places = {name: part for name, (part, _) in sorted(self._share.parts.items())}
         return drift.narrowed(xxhash.xxh3_64_intdigest(write_parts(places).encode())), self._digest_of(self._parts)
 
-    def sample_digest(self) -> int:
+    def spot_check_digest(self) -> int:
         """The digest of the sample. Call it after `finish`."""
-        return drift.narrowed((self._of_sample ^ int(self._on_device[2])) & _MASK)
+        return drift.narrowed((self._of_spot_check ^ int(self._on_device[2])) & _MASK)
 
     def _digest_of(self, tensors: Mapping[str, Tensor]) -> int:
         if not tensors:
@@ -193,7 +193,9 @@ class Capture:
         if self._share.finite is None:
             return {}
         entries = self._layout.entries
-        return self._share.finite.found({name: view(self._region, entries[name]) for name in self._share.tensors})
+        return self._share.finite.newly_nonfinite(
+            {name: view(self._region, entries[name]) for name in self._share.tensors}
+        )
 
     def fence(self) -> None:
         """Make the device's training stream wait for the copy. The host does not wait."""
@@ -228,7 +230,7 @@ class Capture:
         compared = [
             *([items[name] for name in sorted(items) if items[name].is_cuda]
               for items in (self._share.replicas, self._parts)),
-            [item for item in self._share.sample if item.is_cuda],
+            [item for item in self._share.spot_check if item.is_cuda],
         ]  # fmt: skip
         device = next((item.device for items in (tensors.values(), *compared) for item in items), None)
         if device is None:

@@ -77,7 +77,7 @@ def _kind_in_words(kind: list[Any] | None) -> str:
     return f"{kind[0]}{kind[1]}" if kind is not None else "not there"
 
 
-def sample(tensors: Mapping[str, Tensor], turn: int) -> list[Tensor]:
+def spot_check(tensors: Mapping[str, Tensor], turn: int) -> list[Tensor]:
     """Of what the optimizer and other objects keep, what is compared in that turn: the beginnings of the next few
     tensors. What has begun to differ between ranks does so in all tensors of an object, as an average of the weights
     that is made behind another seed; or the moments of ranks that average parameters from time to time, and no
@@ -127,13 +127,13 @@ def parts_in_words(ranks: Sequence[int]) -> str:
     return f"the parameters of {who} are not those of the ranks that have the same part, though they are replicas"
 
 
-PARAMETERS = "the parameters"
+PARAMETERS_IN_WORDS = "the parameters"
 PLAIN = "the plain tensors (parameters that are not sharded, the state of the optimizer and of objects)"
 """Of a sharded model."""
 OBJECTS = "the tensors of the optimizer or of named objects (an average of the weights, for instance)"
 
 
-def in_words(ranks: Sequence[int], world_size: int, what: str = PARAMETERS) -> str:
+def in_words(ranks: Sequence[int], world_size: int, what: str = PARAMETERS_IN_WORDS) -> str:
     """what: one of the above."""
     if len(ranks) == world_size:
         listed = ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

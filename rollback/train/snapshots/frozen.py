@@ -74,7 +74,7 @@ class FrozenWeights:
         if len({*ranks.from_each(told)}) > 1:  # `drift` finds that replicas differ, in what is stored
             tensors = {}
         record, digests = None, {}
-        if tensors and ranks.first:
+        if tensors and ranks.is_rank_0:
             digests = self._prints | _digests_of({name: item for name, item in tensors.items() if item.is_cuda})
             record = frozen.describe([piece_of(*item) for item in tensors.items()])
             self._stored = frozen.is_there(self._paths, record)
@@ -85,14 +85,14 @@ class FrozenWeights:
         """Raise NoLongerFrozen if a weight that is left out may be trained now."""
         self._give_up(self.digests.keys() - image.frozen, "require a gradient now, or are not what they were")
 
-    def require_stored(self, tensors: Mapping[str, Tensor], *, first: bool) -> None:
+    def require_stored(self, tensors: Mapping[str, Tensor], *, is_rank_0: bool) -> None:
         """In the thread: raise NoLongerFrozen unless these weights, which a snapshot leaves out, are those of the file.
 
-        first: whether this is rank 0, which writes the file if it is missing.
+        is_rank_0: whether this is rank 0, which writes the file if it is missing.
         """
         if not tensors or self.record is None:
             return
-        if first and not self._stored:
+        if is_rank_0 and not self._stored:
             try:
                 pieces = [piece_of(*item) for item in tensors.items()]  # on a device: copied one at a time
                 self._stored = frozen.store(self._paths, self.record, pieces)
@@ -100,7 +100,7 @@ class FrozenWeights:
                 self._give_up(tensors.keys(), f"could not be written to {self._paths.frozen}: {error}")
         now = prints_of(tensors)
         self._give_up({name for name in now if now[name] != self._prints[name]}, "have changed")
-        if first and not self._stored:
+        if is_rank_0 and not self._stored:
             self._give_up(tensors.keys(), "changed while they were written, and changed back")
 
     def _give_up(self, names: AbstractSet[str], why: str) -> None:

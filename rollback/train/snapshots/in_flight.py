@@ -1,4 +1,4 @@
-"""The snapshot in flight: its stages, the table that moves it, and the letters that ranks send each other about it."""
+"""The snapshot in flight: its stages, the table that moves it, and the reports that ranks send each other about it."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -13,7 +13,7 @@ from rollback.facts.training import Tier
 from rollback.train.snapshots.capture import Capture
 from rollback.train.state.nonfinite import NonFiniteKind
 
-_WORDS = (48, 40, 40)  # bits of a hash in each word of a letter, the highest first
+_WORDS = (48, 40, 40)  # bits of a hash in each word of a shard report, the highest first
 _HASH = "".join(f"%0{bits // 4}x" for bits in _WORDS)
 
 
@@ -22,7 +22,7 @@ class SnapshotStage(Enum):
 
     WRITING = "writing"  # its thread copies, hashes, writes
     WRITTEN = "written"  # says so
-    TELLING = "telling"  # its letter goes out (`Letter`)
+    TELLING = "telling"  # its shard report goes out (`ShardReport`)
     COMMITTING = "committing"  # its thread commits
     COMMITTED = "committed"  # says so
     WAITING = "waiting"  # others commit
@@ -38,13 +38,13 @@ class SnapshotEvent(Enum):
     """Something failed on this rank: its thread's work, for want of space, or tensors changed while they were read."""
     ALL_WRITTEN = "all-written"
     TO_COMMIT = "to-commit"
-    """All letters are read and agree, and this rank is one of those that commit: its thread does."""
+    """All shard reports are read and agree, and this rank is one of those that commit: its thread does."""
     OTHERS_COMMIT = "others-commit"
-    """All letters are read and agree, and this rank has nothing to commit."""
+    """All shard reports are read and agree, and this rank has nothing to commit."""
     ALL_COMMITTED = "all-committed"
     """It is a checkpoint."""
     REFUSED = "refused"
-    """A rank has said that it failed, or the letters do not agree: it becomes none, what was written is removed."""
+    """A rank has said that it failed, or the reports do not agree: it becomes none, what was written is removed."""
 
 
 TRANSITIONS: dict[tuple[SnapshotStage, SnapshotEvent], SnapshotStage] = {
@@ -70,7 +70,7 @@ class SnapshotInFlight:
     """The snapshot in flight, on this rank."""
 
     manifest: Manifest
-    """Without shards until the thread has made them of the letters."""
+    """Without shards until the thread has made them of the shard reports."""
     slot: int | None
     """Of the fast tier; None where it is written to the run directory."""
     began: float
@@ -80,7 +80,7 @@ class SnapshotInFlight:
     """Under way, where it overlaps with training, until the fence."""
     copied: Future[None] | None = None
     """The work of its thread."""
-    letter: "Letter | None" = None
+    shard_report: "ShardReport | None" = None
     fault: str | None = None
     """This rank's own, for its log; whether the snapshot failed is decided by pulse."""
     torn: bool = False
@@ -122,7 +122,7 @@ class Landing:
     """Why it became no checkpoint, None where it did; with what this rank has to say of it."""
     drifted: tuple[int, ...] = ()
     """Ranks whose parameters differ."""
-    ailing: tuple[int, ...] = ()
+    nonfinite_ranks: tuple[int, ...] = ()
     """Ranks where something is not finite that was before."""
     nonfinite: Mapping[str, NonFiniteKind] = field(default_factory=dict)
     """What on this one."""
@@ -133,7 +133,7 @@ class Landing:
 
 
 @dataclass(frozen=True)
-class Letter:
+class ShardReport:
     """What a rank has written, digests of what must be alike, and how many tensors have values that are not finite."""
 
     written: Written
@@ -141,28 +141,28 @@ class Letter:
     nonfinite: int = 0
     part: tuple[int, int] = (0, 0)
     """Digests of its part of sharded parameters: where it lies, what it holds."""
-    sample: int = 0
+    spot_check: int = 0
     """The digest of the sample of what other objects keep."""
 
     def words(self) -> tuple[int, ...]:
-        """The letter as whole numbers below 2**53."""
+        """The shard report as whole numbers below 2**53."""
         rest, words = int(self.written.digest, 16), []
         for bits in reversed(_WORDS):
             words.append(rest & ((1 << bits) - 1))
             rest >>= bits
-        return (self.written.size, *reversed(words), self.sample, self.digest, self.nonfinite, *self.part)
+        return (self.written.size, *reversed(words), self.spot_check, self.digest, self.nonfinite, *self.part)
 
 
-class Letters:
-    """The letters of all ranks, by rank. Only `shards` makes an object for each of them.
+class ShardReports:
+    """The shard reports of all ranks, by rank. Only `shards` makes an object for each of them.
 
-    words: a row of `Letter.words` for each rank (int64). samples, digests, nonfinite: a column of them each. parts: the
-    two digests of each rank's part.
+    words: a row of `ShardReport.words` for each rank (int64). spot_checks, digests, nonfinite: a column of each. parts:
+    the two digests of each rank's part.
     """
 
     def __init__(self, words: Tensor) -> None:
         self._written, columns = words[:, : 1 + len(_WORDS)], words[:, 1 + len(_WORDS) :]
-        self.samples, self.digests, self.nonfinite = columns[:, :3].unbind(1)
+        self.spot_checks, self.digests, self.nonfinite = columns[:, :3].unbind(1)
         self.parts = columns[:, 3:]
 
     @property

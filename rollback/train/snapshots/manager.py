@@ -61,7 +61,7 @@ class CheckpointManager:
         self._leaving: dict[str, Callable[[bool], None]] = {}  # touched by the thread alone
         self._failing = False
         """Whether the last snapshot could not be written. That is said once, however many follow."""
-        self.ailing: Landing | None = None
+        self.unanswered: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
         """The fast tier has failed, and what it held may be lost or out of reach, or a snapshot was torn: another one
@@ -84,11 +84,11 @@ class CheckpointManager:
         elif beat.missed:
             self.look_after()
 
-    def settle(self) -> None:
+    def await_landing(self) -> None:
         """Wait for the snapshot in flight. A plan that is made afterwards may try again to fetch what failed before."""
         if self._remote is not None:
             self._remote.try_again()
-        if (landing := self.snapshots.settle()) is not None:
+        if (landing := self.snapshots.await_landing()) is not None:
             self._land(landing)
             if not landing.committed and landing.tier == "fast":
                 self.leave_failed_tier()
@@ -153,7 +153,7 @@ class CheckpointManager:
         if event.undid_one:
             return
         self.catalogue.restart_probation()
-        self.ailing = None
+        self.unanswered = None
 
     def as_held(self) -> list[PolicyCheckpoint]:
         """The checkpoints that a plan may choose from. Rank 0 looks into the ring for those that left the fast tier."""
@@ -206,10 +206,10 @@ class CheckpointManager:
         self._release_slot(name)
         self.catalogue.drop(name)
         if isinstance(fault, CheckpointOutOfReach):
-            if self._ranks.first:
+            if self._ranks.is_rank_0:
                 say(f"checkpoint {name} cannot be used in this attempt: {reason}")
             return
-        if self._ranks.first and os.path.lexists(self._paths.checkpoint(name)):
+        if self._ranks.is_rank_0 and os.path.lexists(self._paths.checkpoint(name)):
             say_if_it_fails(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
         self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
@@ -232,12 +232,12 @@ class CheckpointManager:
         """
         if (slot := self.catalogue.slot(name)) is not None:
             return not self.snapshots.memory.slots_of_host.has_checkpoint(slot)
-        return self._ranks.first and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
+        return self._ranks.is_rank_0 and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
         """What rank 0 finds in the ring, on all ranks. None: the disk failed."""
         found = None
-        if self._ranks.first:
+        if self._ranks.is_rank_0:
             try:
                 found = look()
             except OSError as error:
@@ -253,11 +253,11 @@ class CheckpointManager:
 
     def _land(self, landing: Landing) -> None:
         manifest = landing.manifest
-        if landing.ailing:
-            self.ailing = landing
+        if landing.nonfinite_ranks:
+            self.unanswered = landing
         self.fault = landing.fault
         failed_before = self._failing
-        if not landing.ailing:
+        if not landing.nonfinite_ranks:
             self._failing = landing.fault is not None
         if landing.fault is not None:
             self.catalogue.drop(manifest.name)
@@ -267,7 +267,7 @@ class CheckpointManager:
                 Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.fault),
                 f"the checkpoint of step {manifest.step} could not be written: {landing.fault}; training goes on, and "
                 "it is said when one can be written again"
-                if not landing.ailing and not failed_before else None,
+                if not landing.nonfinite_ranks and not failed_before else None,
             )  # fmt: skip
             return
         self._record.note(
@@ -317,7 +317,7 @@ class CheckpointManager:
 
         if slot is not None:
             self.snapshots.memory.slots_of_host.release(slot, partial(told, "fast"))
-        elif self._owns_ring and self._ranks.first:
+        elif self._owns_ring and self._ranks.is_rank_0:
             self.snapshots.thread.submit(self._evict_from_ring, name, partial(told, "durable"))
 
     def _evict_from_ring(self, name: str, then: Callable[[bool], None]) -> None:

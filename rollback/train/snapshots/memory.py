@@ -15,7 +15,7 @@ from rollback.rundir.paths import has_packs
 from rollback.system.region import OFFSET, Region
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.buffers import FastTier, Staging
-from rollback.train.snapshots.capture import Share
+from rollback.train.snapshots.capture import RankShare
 
 _PAGE = 4096
 _SPARE = 1 << 16
@@ -50,7 +50,7 @@ class SnapshotMemory:
     def fitted(self) -> bool:
         return self._size > 0
 
-    def fit(self, share: Share) -> int:
+    def fit(self, share: RankShare) -> int:
         """Collective: have room for snapshots of such a share, in the background. Returns the rank's shard size."""
         self.outgrown = False
         kinds = share.kinds()
@@ -64,7 +64,7 @@ class SnapshotMemory:
         self._prepare()
         return self._size
 
-    def layout_of(self, share: Share) -> Layout:
+    def layout_of(self, share: RankShare) -> Layout:
         """Raises ValueError where there is no room for this share."""
         return lay_out(share.kinds(), self._head, self._size)
 
@@ -151,10 +151,10 @@ class SnapshotMemory:
 
     # The end -------------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def await_slots(self) -> None:
         """Wait for all slots."""
         if self._fast is not None:
-            self._fast.settle()
+            self._fast.await_slots()
 
     def close(self) -> None:
         """When the thread has ended."""

@@ -31,8 +31,8 @@ from rollback.train.snapshots.capture import Capture, share_of
 from rollback.train.snapshots.frozen import FrozenWeights, NoLongerFrozen
 from rollback.train.snapshots.in_flight import (
     Landing,
-    Letter,
-    Letters,
+    ShardReport,
+    ShardReports,
     SnapshotEvent,
     SnapshotInFlight,
     SnapshotStage,
@@ -179,7 +179,7 @@ class Snapshots:
         if flight is not None:
             self.fence()
             self._follow_thread()
-        stage = flight.stage if flight else None
+        stage, report = (flight.stage, flight.shard_report) if flight else (None, None)
         return Signs(
             shard_written=stage is SnapshotStage.WRITTEN,
             shard_failed=stage is SnapshotStage.FAILED,
@@ -189,7 +189,7 @@ class Snapshots:
             tier_failed=self.memory.fault is not None,
             outgrown=flight is not None and flight.outgrown,
             stall=self.stalled,
-            letter=flight.letter.words() if flight and flight.letter and stage is SnapshotStage.TELLING else None,
+            shard_report=report.words() if report is not None and stage is SnapshotStage.TELLING else None,
         )
 
     def advance(self, beat: Beat) -> Landing | None:
@@ -208,11 +208,11 @@ class Snapshots:
             return self._end()
         if beat.shard_written == self._ranks.world_size:
             flight.move(SnapshotEvent.ALL_WRITTEN)
-        elif beat.letters is not None:
-            return self._commit_together(flight, Letters(beat.letters))
+        elif beat.shard_reports is not None:
+            return self._commit_together(flight, ShardReports(beat.shard_reports))
         return None
 
-    def settle(self) -> Landing | None:
+    def await_landing(self) -> Landing | None:
         """Collective: wait until the flight has ended, without the pulse. Returns the landing."""
         flight = self.in_flight
         if flight is None:
@@ -225,33 +225,35 @@ class Snapshots:
         if flight.stage is SnapshotStage.WRITTEN:
             flight.move(SnapshotEvent.ALL_WRITTEN)
         if flight.stage is SnapshotStage.TELLING:
-            assert flight.letter is not None
-            letters = Letters(torch.tensor(self._ranks.from_each(flight.letter.words()), device="cpu"))
-            if (landing := self._commit_together(flight, letters)) is not None:
+            assert flight.shard_report is not None
+            reports = ShardReports(torch.tensor(self._ranks.from_each(flight.shard_report.words()), device="cpu"))
+            if (landing := self._commit_together(flight, reports)) is not None:
                 return landing
             self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
             return self._end("a rank could not write")
         return self._end()
 
-    def _commit_together(self, flight: SnapshotInFlight, letters: Letters) -> Landing | None:
-        """All ranks have written and know each other's letters: commit, unless what must be alike differs."""
-        if ranks := drift.differing(letters.digests):
-            what = drift.PLAIN if letters.of_parts else drift.PARAMETERS
+    def _commit_together(self, flight: SnapshotInFlight, reports: ShardReports) -> Landing | None:
+        """All ranks have written and know each other's shard reports: commit, unless what must be alike differs."""
+        if ranks := drift.differing(reports.digests):
+            what = drift.PLAIN if reports.of_parts else drift.PARAMETERS_IN_WORDS
             return self._end(drift.in_words(ranks, self._ranks.world_size, what), drifted=ranks)
-        if ranks := drift.differing_parts(letters.parts):
+        if ranks := drift.differing_parts(reports.parts):
             return self._end(drift.parts_in_words(ranks), drifted=ranks)
-        if ranks := drift.differing(letters.samples):
+        if ranks := drift.differing(reports.spot_checks):
             return self._end(drift.in_words(ranks, self._ranks.world_size, drift.OBJECTS), drifted=ranks)
         self._turn += 1
-        if ailing := tuple(letters.nonfinite.nonzero().flatten().tolist()):
-            return self._end("there are new values in it that are not finite", ailing=ailing)
-        commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
+        if nonfinite_ranks := tuple(reports.nonfinite.nonzero().flatten().tolist()):
+            return self._end("there are new values in it that are not finite", nonfinite_ranks=nonfinite_ranks)
+        commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.is_rank_0
         flight.move(SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT)
-        self.memory.used_by = flight.job = self.thread.submit(self._complete, flight, letters, commits)
+        self.memory.used_by = flight.job = self.thread.submit(self._complete, flight, reports, commits)
         return None
 
-    def _end(self, fault: str | None = None, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
+    def _end(
+        self, fault: str | None = None, drifted: tuple[int, ...] = (), nonfinite_ranks: tuple[int, ...] = ()
+    ) -> Landing:
         """fault: why it becomes no checkpoint; None: it is one."""
         flight = self.in_flight
         assert flight is not None
@@ -265,12 +267,12 @@ class Snapshots:
             fault = f"{fault} (this rank: {flight.fault})" if flight.fault else fault
             if flight.slot is not None:
                 self.memory.slots_of_host.release(flight.slot, after=flight.job)
-            elif self._ranks.first:
+            elif self._ranks.is_rank_0:
                 # In the thread, behind whatever it still does with the directory.
                 abandon = partial(ring.abandon, self._paths, name, self._attempt)
                 self.thread.submit(say_if_it_fails, f"removing what was written of {name}", abandon)
         took = time.monotonic() - flight.began
-        return Landing(flight.manifest, flight.tier, took, fault, drifted, ailing, flight.nonfinite)
+        return Landing(flight.manifest, flight.tier, took, fault, drifted, nonfinite_ranks, flight.nonfinite)
 
     # In the thread -------------------------------------------------------------------------------------------------
 
@@ -287,14 +289,14 @@ class Snapshots:
                 raise OSError("there is no fast tier, and every host has a run directory of its own")
             directory = ring.begin_writing(self._paths, flight.manifest.name, self._attempt)
             written = write_direct(directory / place.file, region.view, place.start)
-        self.frozen.require_stored(frozen, first=self._ranks.first)
+        self.frozen.require_stored(frozen, is_rank_0=self._ranks.is_rank_0)
         flight.nonfinite = capture.nonfinite()
-        flight.letter = Letter(
-            written, capture.digest(), len(flight.nonfinite), capture.part_digest(), capture.sample_digest()
+        flight.shard_report = ShardReport(
+            written, capture.digest(), len(flight.nonfinite), capture.part_digest(), capture.spot_check_digest()
         )
 
-    def _complete(self, flight: SnapshotInFlight, letters: Letters, commits: bool) -> None:
-        manifest = flight.manifest.model_copy(update={"shards": letters.shards()})
+    def _complete(self, flight: SnapshotInFlight, reports: ShardReports, commits: bool) -> None:
+        manifest = flight.manifest.model_copy(update={"shards": reports.shards()})
         flight.manifest = manifest if flight.slot is not None else manifest.packed()
         if not commits:
             return
@@ -329,7 +331,7 @@ class Snapshots:
     def wait(self) -> None:
         """Wait for all work of the threads: for tests and measurements."""
         self.thread.submit(int).result()
-        self.memory.settle()
+        self.memory.await_slots()
 
     def close(self) -> None:
         """Wait for the threads."""

@@ -133,17 +133,17 @@ class SnapshotSchedule:
 
         No other snapshot may follow, so this waits for it. If the fast tier fails, the run directory gets it.
         """
-        self._checkpoints.settle()
+        self._checkpoints.await_landing()
         self._checkpoints.look_after()
-        kept, tier = self._kept(), ""
+        kept, tier = self._checkpoint_here(), ""
         for _ in range(_TRIES if self._settings.snapshot_every else 0):
             if kept is not None or (tier == self._snapshots.memory.tier and not self._snapshots.memory.outgrown):
                 break
             tier = self._snapshots.memory.tier
             self.take_snapshot(timeline)
-            self._checkpoints.settle()
-            kept = self._kept()
-            if self._checkpoints.ailing is not None:
+            self._checkpoints.await_landing()
+            kept = self._checkpoint_here()
+            if self._checkpoints.unanswered is not None:
                 break  # the state itself is amiss, wherever it is written to
         return kept
 
@@ -154,7 +154,7 @@ class SnapshotSchedule:
 
     def take_end(self, timeline: int) -> str | None:
         """As `take_now`, for a state that may be the end of training."""
-        there, self._taken_before_end = self._kept(), self._taken_at
+        there, self._taken_before_end = self._checkpoint_here(), self._taken_at
         kept = self.take_now(timeline)
         self._made_for_end = kept != there
         return kept
@@ -165,7 +165,7 @@ class SnapshotSchedule:
             self._taken_at, self._made_for_end = self._taken_before_end, False
             self._checkpoints.remove_checkpoint(end, "training went on behind the end of an epoch")
 
-    def _kept(self) -> str | None:
+    def _checkpoint_here(self) -> str | None:
         """The checkpoint of the present state, if there is one."""
         newest, cursor = self._checkpoints.catalogue.newest(), self._state.cursor
         here = self._state.counters.step, cursor.batch, not cursor.opened

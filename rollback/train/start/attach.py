@@ -54,7 +54,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.data import rng
 from rollback.train.restore.restore import restore
-from rollback.train.run import AttachedRun, HeldAtStart, require_first, supervised
+from rollback.train.run import AttachedRun, CheckpointAtStart, require_first, supervised
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.start.found_run import FoundRun, read_run
@@ -179,7 +179,7 @@ def _restore_newest(
                 "and has room",
             )
         if result.place is not None:
-            if (put_back := max(ranks.from_each(result.reread))) and ranks.first:
+            if (put_back := max(ranks.from_each(result.reread))) and ranks.is_rank_0:
                 say(f"{put_back} frozen weights of the model are not those of the run: they were put back")
             if manifest in found.at_url:
                 found.manifests.append(manifest)
@@ -209,7 +209,7 @@ def _none_is_usable(
     paths: RunPaths, history: History, lost: set[str], damaged: Mapping[str, str], ranks: Ranks, url: str | None
 ) -> NoUsableCheckpoint:
     """Collective: the refusal, with why each one is of no use. lost: those on record that are nowhere."""
-    by_supervisor = in_durable_ring(fold_journal(paths.supervisor_journal).history) if ranks.first else ()
+    by_supervisor = in_durable_ring(fold_journal(paths.supervisor_journal).history) if ranks.is_rank_0 else ()
     copied = {*ranks.from_first(sorted(by_supervisor))}.union(*history.drained.values())
     in_memory = {name for name in lost - copied if history.committed[name].tier == "fast"}
     gone = {
@@ -245,10 +245,10 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         record.note(fact, fact.in_words())
     put_aside(paths, damaged, found.slots, ranks, record)
     there = {*damaged, *(manifest.name for manifest in found.manifests)}
-    if ranks.first:
+    if ranks.is_rank_0:
         take_over_last_snapshot(paths, history, chosen, record)
     leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
-    if ranks.first:
+    if ranks.is_rank_0:
         tell_what_is_not_on_record(history, found.manifests, found.ahead, chosen, record)
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
     record.note(
@@ -276,16 +276,16 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         manifest for manifest in of_present_timeline(history, sound)
         if manifest == chosen or not is_provisional(history, manifest)
     ]  # fmt: skip
-    if ranks.first:
+    if ranks.is_rank_0:
         evict_what_was_cut_off(paths, [m.name for m in sound if m not in held], found.in_ring, record)
     seq = next_seq(
         history,
         [*damaged, *found.strays, *(m.name for m in found.at_url), *(manifest.name for manifest in found.manifests)],
     )
-    healthy = healthy_until(paths, history, chosen, record) if ranks.first and chosen is not None else 0
+    healthy = healthy_until(paths, history, chosen, record) if ranks.is_rank_0 and chosen is not None else 0
     healthy, restored_step = ranks.from_first(healthy), chosen.step if chosen is not None else 0
     held_at_start = [
-        HeldAtStart(
+        CheckpointAtStart(
             manifest, manifest.name in history.good, found.slots.get(manifest.name),
             min(healthy, max(0, restored_step - manifest.step)), manifest.name in found.in_ring,
         )
@@ -329,14 +329,14 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
             _sweep_frozen(paths, found)
             require_key(paths)
             identity, advised = read_identity(paths), found.history.advised
-            record = Recorder(paths, found.attempt, first=True, advised=advised, journal=found.journal)
+            record = Recorder(paths, found.attempt, is_rank_0=True, advised=advised, journal=found.journal)
             return identity.run_id if identity else "", record
 
-    made = ranks.agreed(lambda: write() if ranks.first else None)
+    made = ranks.agreed(lambda: write() if ranks.is_rank_0 else None)
     if ranks.apart:
         _first_writes_of_hosts(paths, ranks)
     run_id: str = ranks.from_first(made and made[0])
-    return run_id, made[1] if made is not None else Recorder(paths, found.attempt, first=False)
+    return run_id, made[1] if made is not None else Recorder(paths, found.attempt, is_rank_0=False)
 
 
 @contextlib.contextmanager
@@ -367,7 +367,7 @@ def _first_writes_of_hosts(paths: RunPaths, ranks: Ranks) -> None:
     They have no journals, but what their host keeps: the slots' place, heartbeats, failure records, stacks, evidence,
     skip records.
     """
-    whose = read_identity(paths) if ranks.first else None
+    whose = read_identity(paths) if ranks.is_rank_0 else None
     body = ranks.from_first(whose.model_dump(mode="json") if whose is not None else None)
 
     def write() -> None:
@@ -379,4 +379,4 @@ def _first_writes_of_hosts(paths: RunPaths, ranks: Ranks) -> None:
                 write_identity(paths, identity)
             ring.sweep(paths)
 
-    ranks.agreed(write if ranks.first_in_directory and not ranks.first else lambda: None)
+    ranks.agreed(write if ranks.first_in_directory and not ranks.is_rank_0 else lambda: None)

@@ -231,4 +231,4 @@ def _require_one_run(paths: RunPaths, identity: dict[str, Any] | None, ranks: Ra
                 hint=hint,
             )
 
-    ranks.agreed(require_own if ranks.first_in_directory and not ranks.first else lambda: None)
+    ranks.agreed(require_own if ranks.first_in_directory and not ranks.is_rank_0 else lambda: None)

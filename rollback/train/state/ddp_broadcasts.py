@@ -27,7 +27,7 @@ class DdpBroadcasts:
         """Whether a DDP is around the model, or in it."""
         return "model" in self._wrappers
 
-    def told(self) -> dict[str, list[bool]]:
+    def state_dict(self) -> dict[str, list[bool]]:
         """For a checkpoint: by module, whether the next forward of each DDP in it begins so."""
         return {
             owner: [part.require_forward_param_sync for part in wrappers] for owner, wrappers in self._wrappers.items()

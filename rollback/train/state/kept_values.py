@@ -197,7 +197,7 @@ class KeptByScript:
         for name in states.keys() & self._generators:
             self._generators[name].load_state_dict(states[name])
 
-    def is_kept(self, thing: object) -> bool:
+    def has_object(self, thing: object) -> bool:
         """Whether it is a generator or an object among the values."""
         kept = (item.generator if isinstance(item, KeptGenerator) else item for item in self._objects.values())
         return any(thing is item for item in kept)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from rollback.errors import RunDoesNotFit
 from rollback.train.sharded import is_sharded, local_of
-from rollback.train.state.tree import is_kept, memory_of
+from rollback.train.state.tree import is_storable, memory_of
 
 NOT_KEPT = (
     "tensors-not-kept",
@@ -58,11 +58,11 @@ def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
         if item is not None and is_lazy(item):
             continue  # it is in the state, too, which is refused by its name
         same = isinstance(stored, Tensor) and item is not None and stored.data_ptr() == item.data_ptr() != 0
-        if item is None or (not same and is_kept(item)):
+        if item is None or (not same and is_storable(item)):
             found[name] = item
     if all(item is None for item in found.values()):
         return found
-    seen = {memory_of(item) for item in state.values() if isinstance(item, Tensor) and is_kept(item)}
+    seen = {memory_of(item) for item in state.values() if isinstance(item, Tensor) and is_storable(item)}
     for name, item in list(found.items()):
         if item is not None and memory_of(item) in seen:
             del found[name]
@@ -71,12 +71,12 @@ def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
     return found
 
 
-def match(
+def register_buffers(
     module: nn.Module, persistent: Mapping[str, Tensor], others: Mapping[str, Tensor | None], own: Container[str]
 ) -> None:
     """Register the buffers of a checkpoint that this module has not, and remove those that the checkpoint has not: a
-    forward has made them, since or then. `put` gives them their values. A module with a state_dict of its own making
-    (an average of weights, a metric) loads what is in it by itself.
+    forward has made them, since or then. `load_buffers` gives them their values. A module with a state_dict of its own
+    making (an average of weights, a metric) loads what is in it by itself.
 
     persistent, others: the checkpoint's, by whether they were in the state_dict. own: the buffers that the module was
     made with: they stay. Raises RunDoesNotFit for a buffer of a module that is not there.
@@ -105,7 +105,7 @@ def match(
             ) from error
 
 
-def put(module: nn.Module, stored: Mapping[str, Tensor | None], own: Container[object]) -> list[str]:
+def load_buffers(module: nn.Module, stored: Mapping[str, Tensor | None], own: Container[object]) -> list[str]:
     """Give buffers the values of a checkpoint. Returns the names of buffers without a value, which do not change.
 
     The values are copied into the present tensor, where possible, since other objects may refer to it. Else the buffer
@@ -135,7 +135,9 @@ def put(module: nn.Module, stored: Mapping[str, Tensor | None], own: Container[o
     return [name for name, item in hidden.items() if item is not None and name not in stored]
 
 
-def apart(objects: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def split_own_buffers(
+    objects: Mapping[str, Any], states: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """The states of objects beside the model without the buffers that are each rank's own, and these: as of a second
     network, of an average of the weights.
 
@@ -163,8 +165,8 @@ def apart(objects: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict[s
     return shared, own
 
 
-def together(shared: Mapping[str, Any], own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-    """What `apart` took apart."""
+def join_own_buffers(shared: Mapping[str, Any], own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """What `split_own_buffers` took apart."""
     return {owner: {**state, **own[owner]} if owner in own else state for owner, state in shared.items()}
 
 
@@ -173,19 +175,21 @@ def not_kept(module: nn.Module) -> list[str]:
 
     Views of kept tensors are not among them.
     """
-    return list(dict.fromkeys(name for name, _ in _not_kept(module)))
+    return list(dict.fromkeys(name for name, _ in _unstored(module)))
 
 
-def marks_of_not_kept(module: nn.Module) -> list[tuple[str, int, int]]:
+def versions_of_unstored(module: nn.Module) -> list[tuple[str, int, int]]:
     """What changes when a module gets another such tensor, or writes to one."""
-    return [(name, id(item), 0 if item.is_inference() else item._version) for name, item in _not_kept(module)]
+    return [(name, id(item), 0 if item.is_inference() else item._version) for name, item in _unstored(module)]
 
 
-def _not_kept(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _unstored(module: nn.Module) -> list[tuple[str, Tensor]]:
     state = (item for item in tree_leaves(module.state_dict()) if isinstance(item, Tensor))  # also of extra states
-    held = {storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_kept(item)}
-    odd = [(name, item) for name, item in module.named_buffers() if not is_kept(item)]
-    plain = [(name, item) for name, item in _attributes(module) if not is_kept(item) or storage_of(item) not in held]
+    held = {storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_storable(item)}
+    odd = [(name, item) for name, item in module.named_buffers() if not is_storable(item)]
+    plain = [
+        (name, item) for name, item in _attributes(module) if not is_storable(item) or storage_of(item) not in held
+    ]
     return odd + plain
 
 

@@ -1,8 +1,8 @@
 """Finds non-finite values in snapshots: NaN in a running statistic, Inf in an optimizer's state.
 
-The loss may not show them. Each rank checks its copy in the thread that writes it, and reports to the others in its
-letter. Values that were not finite when the run began are never reported, since masks are infinite on purpose. The same
-is true for an infinite value in a buffer that had no tensor before.
+The loss may not show them. Each rank checks its copy in the thread that writes it, and tells the others in its
+shard report. Values that were not finite when the run began are never reported: masks are infinite on purpose. The
+same is true for an infinite value in a buffer that had no tensor before.
 """
 
 import math
@@ -37,7 +37,7 @@ class FiniteCheck:
         self._buffers.update(name for name in tensors if name.startswith("local/"))
         return self._kinds(tensors) if self.left_alone is None else {}
 
-    def found(self, tensors: Mapping[str, Tensor]) -> dict[str, NonFiniteKind]:
+    def newly_nonfinite(self, tensors: Mapping[str, Tensor]) -> dict[str, NonFiniteKind]:
         """Tensors with non-finite values that were finite before."""
         kinds = self._kinds(tensors)
         own = {name for name in tensors if name.startswith("local/")}

@@ -13,17 +13,17 @@ from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
-from rollback.train.sharded import HeldByFsdp, is_sharded, local_of
+from rollback.train.sharded import FsdpModules, is_sharded, local_of
 from rollback.train.state import module_buffers, tree
 from rollback.train.state.ddp_broadcasts import DdpBroadcasts
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_gpu, take_parts, tensor_in_words
 from rollback.train.state.kept_values import KeptByScript
-from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
+from rollback.train.state.module_buffers import all_of, can_be_written, load_buffers, nonpersistent, not_kept
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.learning_rate import RateReader
-from rollback.train.updates.wanted_gradients import WantedGradients
+from rollback.train.updates.model_switches import ModelSwitches
 from rollback.train.updates.wrappers import unwrap
 
 _SHOWN = 6
@@ -70,9 +70,9 @@ class TrainingState:
         self.classes = {name: type(item).__name__ for name, item in self.objects.items()}
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
-        self.fsdp = HeldByFsdp(self.modules.values())
+        self.fsdp = FsdpModules(self.modules.values())
         self.fsdp.reshard()
-        self.gradients = WantedGradients(self.modules)
+        self.gradients = ModelSwitches(self.modules)
         self.broadcasts = DdpBroadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
@@ -116,13 +116,13 @@ class TrainingState:
         """
         model, buffers = self.model.state_dict(), all_of(self.model)
         states = {name: item.state_dict() for name, item in self.objects.items()}
-        objects, object_buffers = module_buffers.apart(self.objects, states)
+        objects, object_buffers = module_buffers.split_own_buffers(self.objects, states)
         local = {
             "random": rng.capture(),
             **({"cursor": self.cursor.state_dict()} if data else {}),
             "kept": self.kept.state_dict(),
             "nonfinite": self.finite.left_alone or {},
-            "broadcasts": self.broadcasts.told(),
+            "broadcasts": self.broadcasts.state_dict(),
         }
         shared_tensors, local_tensors = dict[str, Tensor](), dict[str, Tensor]()
         persistent = {name: value for name, value in model.items() if name in buffers}
@@ -155,7 +155,7 @@ class TrainingState:
 
     def small_shared(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """The rest of that. objects: the states of the others, without what is not shared."""
-        return {"objects": objects, "gradients": self.gradients.told(), "counters": vars(self.counters)}
+        return {"objects": objects, "gradients": self.gradients.state_dict(), "counters": vars(self.counters)}
 
     def _frozen_memory(self) -> set[tuple[Any, ...]]:
         """The memory of the model's parameters that do not require a gradient, that no optimizer holds, and that share
@@ -195,7 +195,7 @@ class TrainingState:
 
     def _kept_buffers(self) -> list[Tensor]:
         found = (item for module in self.modules.values() for item in module.buffers())
-        return [item for item in found if not is_lazy(item) and tree.is_kept(item)]
+        return [item for item in found if not is_lazy(item) and tree.is_storable(item)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -289,14 +289,14 @@ class TrainingState:
         _require_same_order(shared.get("trained", []), self.trained_names())  # checkpoints had none once
         _require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
-        objects = module_buffers.together(shared["objects"], local.get("object_buffers", {}))  # once they were shared
+        objects = module_buffers.join_own_buffers(shared["objects"], local.get("object_buffers", {}))  # once shared
         stored = {owner: {} for owner in self.modules} | local.get("nonpersistent_buffers", {})  # once there were none
         for owner, module in self.modules.items():
             kept = local["buffers"] if owner == "model" else objects[owner]  # its parameters are there already
             persistent = {name: item for name, item in kept.items() if isinstance(item, Tensor)}
-            match(module, persistent, stored[owner], self._own_buffers[owner])
+            module_buffers.register_buffers(module, persistent, stored[owner], self._own_buffers[owner])
         stored["model"] = {**local["buffers"], **stored["model"]}
-        self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner], self._own_memory))
+        self.not_in_checkpoint = self._names(lambda owner, each: load_buffers(each, stored[owner], self._own_memory))
         if not _is_in_place(model, self.model.state_dict()):
             load_into("model", self.model, model)
         load_optimizer(self.optimizer, shared["optimizer"])

@@ -117,7 +117,7 @@ def memory_of(item: Tensor) -> tuple[Any, ...]:
     return item.data_ptr(), item.device, item.dtype, tuple(item.shape), item.stride()
 
 
-def is_kept(tensor: Tensor) -> bool:
+def is_storable(tensor: Tensor) -> bool:
     """Whether a checkpoint can keep a tensor of this kind."""
     if tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODE:
         return False
@@ -162,7 +162,7 @@ def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
             else "before the guard is made, give the model memory and values: model.to_empty(device=...), then its "
             "initialization",
         )
-    if not is_kept(tensor):
+    if not is_storable(tensor):
         raise UsageError(
             f"the tensor {path!r} is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}); a checkpoint keeps "
             f"dense tensors with memory of their own, of the types {', '.join(DTYPE)}",

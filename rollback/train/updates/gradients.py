@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollback.train.sharded import copies_of, is_sharded, local_of, mark_of
+from rollback.train.sharded import copies_of, is_sharded, local_of, storage_version
 from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale, nearer_the_input
 from rollback.train.updates.clipping import factor_of, lend_norms
 
@@ -45,7 +45,7 @@ _params = operator.itemgetter("params")
 _bits = operator.attrgetter("value")
 _requires_grad, _is_view = operator.attrgetter("requires_grad"), Tensor._is_view
 _TRIED = 3  # updates in a row that lent their norm to clipping
-_Marks = tuple[list[int], list[int]]  # see `mark_of`: of all gradients, in order
+_Versions = tuple[list[int], list[int]]  # see `storage_version`: of all gradients, in order
 
 
 class GradientNorms(NamedTuple):
@@ -57,7 +57,7 @@ class GradientNorms(NamedTuple):
     """The norm of each of these. On a device, of gradients in single precision: Inf from 1.8e19 on, as in clipping."""
     total: Tensor | float
     """The norm over all, in the gradients' own type; Inf where it overflows."""
-    kept: Tensor | float | None
+    clip_factor: Tensor | float | None
     """The factor by which the optimizer's gradients are smaller (clipping); NaN: this rank's part does not show it;
     None: they had to be measured again."""
     own: Tensor | None
@@ -90,7 +90,7 @@ class Gradients:
         self._own: Tensor | None = None
         self.written: bool | None = None
         """Whether `look` found the gradients changed since they were measured; None: not known."""
-        self._marks: _Marks = [], []
+        self._versions: _Versions = [], []
         self._firsts: _Firsts | None = None
         """The first element of each gradient then, where their norm may be lent."""
         self._lent: Tensor | None = None
@@ -102,7 +102,7 @@ class Gradients:
         """Whether this update is measured where it is clipped."""
         self._factor: Tensor | float | None = None
         """By which clipping has multiplied them."""
-        self._found: _Marks = [], []
+        self._found: _Versions = [], []
         lend_norms(self)
 
     @property
@@ -127,8 +127,8 @@ class Gradients:
     def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Check whether the gradients are as backward left them. Call it before they are used; `before_step` does."""
         parameters, gradients = _with_gradients(self._parameters())
-        self._found = self._marks_of(parameters, gradients)
-        self.written = None if self.seen is None else self._found != self._marks
+        self._found = self._versions_of(parameters, gradients)
+        self.written = None if self.seen is None else self._found != self._versions
         if self.seen is not None and self.seen.squares is not None and not self.written:
             self.written = None  # torch counts no write to many sharded tensors at once, as clipping does
         return parameters, gradients
@@ -140,8 +140,8 @@ class Gradients:
             return self._measure_for_clipping(gradients)
         if self.scale is not None or seen.each.dtype is not torch.float32:
             return None
-        parameters, own = _with_gradients(seen.parameters)
-        if self._marks_of(parameters, own) != self._marks or (self._firsts is not None and self._firsts.are_changed()):
+        (parameters, own), firsts = _with_gradients(seen.parameters), self._firsts
+        if self._versions_of(parameters, own) != self._versions or (firsts is not None and firsts.are_changed()):
             return None
         all_of_them = [*map(id, gradients)] == [*map(id, own)] and _are_alike(own)
         self._clips_all |= all_of_them
@@ -162,7 +162,7 @@ class Gradients:
         parameters, own = _with_gradients(self._parameters())
         if [*map(id, gradients)] != [*map(id, own)] or not _are_alike(own) or self.scale is not None:
             return None
-        self._marks = self._marks_of(parameters, own)
+        self._versions = self._versions_of(parameters, own)
         each, total = _measure(own, None)
         own_total = total.item() if total.is_cpu else total.clone()  # the script may write to what it is lent
         self.seen, self._lent = GradientNorms(parameters, each, own_total, None, self._own), total
@@ -177,7 +177,7 @@ class Gradients:
     def forget(self) -> None:
         """The update is over."""
         self.seen = self._own = self.written = self._factor = None
-        self._marks = self._found = [], []
+        self._versions = self._found = [], []
 
     def before_step(self) -> GradientNorms | None:
         """The norms of what the optimizer will apply; None: there are no gradients. Call it from the pre-step hook."""
@@ -193,9 +193,9 @@ class Gradients:
             each, total = _measure(gradients, scale)
             return GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
         if self.written is False and self.scale is None:
-            return seen._replace(kept=1.0)
+            return seen._replace(clip_factor=1.0)
         if writes == 1 and self._factor is not None:
-            return seen._replace(kept=self._factor)
+            return seen._replace(clip_factor=self._factor)
         assert telltale.grad is not None
         place = [*map(id, parameters)].index(id(telltale))
         after = torch.linalg.vector_norm(_as_real(_dense(telltale.grad)), dtype=seen.each.dtype)
@@ -211,9 +211,9 @@ class Gradients:
         total = torch.as_tensor(seen.total)
         total = total * grown.to(total.dtype)
         if seen.squares is None:
-            return seen._replace(total=total, kept=factor.float())
-        kept = torch.where(before > 0, factor, math.nan).float()
-        return seen._replace(total=total, kept=kept, squares=seen.squares * grown.double().square())
+            return seen._replace(total=total, clip_factor=factor.float())
+        factor = torch.where(before > 0, factor, math.nan).float()
+        return seen._replace(total=total, clip_factor=factor, squares=seen.squares * grown.double().square())
 
     def _watch_backward(self) -> None:
         for watch in self._watches:
@@ -248,8 +248,8 @@ class Gradients:
         if self.telltale is None or self.telltale.grad is None:
             return  # FSDP2 holds back what is not summed yet
         parameters, gradients = _with_gradients(self._parameters())
-        self._marks = self._marks_of(parameters, gradients)
-        self._firsts = _Firsts.of(gradients, self._marks)
+        self._versions = self._versions_of(parameters, gradients)
+        self._firsts = _Firsts.of(gradients, self._versions)
         each, total = _measure(gradients, self.scale)
         self.seen = GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
 
@@ -257,7 +257,7 @@ class Gradients:
         """How often each gradient was written to since it was measured; None: they are others, or not equally often."""
         if not self.written:
             return 0
-        (addresses, versions), (addresses_then, versions_then) = self._found, self._marks
+        (addresses, versions), (addresses_then, versions_then) = self._found, self._versions
         if addresses != addresses_then:
             return None
         grown: Iterable[int | float] = map(operator.sub, versions, versions_then)
@@ -268,12 +268,12 @@ class Gradients:
         (writes, *others) = {*grown}
         return int(writes) if not others and writes == int(writes) else None
 
-    def _marks_of(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> _Marks:
+    def _versions_of(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> _Versions:
         if not self._any_sharded:
             return [*map(Tensor.data_ptr, gradients)], [*map(_version, gradients)]
         pairs = zip(parameters, gradients, strict=True)
-        marks = [mark_of(parameter.grad if is_sharded(parameter.grad) else own) for parameter, own in pairs]  # type: ignore[arg-type]
-        return [address for address, _ in marks], [version for _, version in marks]
+        versions = [storage_version(parameter.grad if is_sharded(parameter.grad) else own) for parameter, own in pairs]  # type: ignore[arg-type]
+        return [address for address, _ in versions], [version for _, version in versions]
 
     def _squares(self, parameters: list[nn.Parameter], each: Tensor) -> Tensor | None:
         """What this rank adds to the norm's square; None: nothing is sharded. Summands (`Partial`) are no replicas."""
@@ -325,11 +325,11 @@ class _Firsts(NamedTuple):
     bits: list[int]
 
     @classmethod
-    def of(cls, gradients: list[Tensor], marks: _Marks) -> "_Firsts | None":
+    def of(cls, gradients: list[Tensor], versions: _Versions) -> "_Firsts | None":
         """None: not all are in single precision and in the host's memory."""
         if not _are_alike(gradients) or gradients[0].device != _HOST:
             return None
-        places = [*map(ctypes.c_uint32.from_address, filter(None, marks[0]))]  # what is empty has no address
+        places = [*map(ctypes.c_uint32.from_address, filter(None, versions[0]))]  # what is empty has no address
         return cls(places, [*map(_bits, places)])
 
     def are_changed(self) -> bool:
@@ -344,7 +344,7 @@ def _scaled_on_host(seen: GradientNorms, before: float, after: float) -> Gradien
     """
     factor = after / before if before > 0 else 1.0 + after
     total = seen.total if factor <= 1 else seen.total * factor
-    return seen._replace(total=total, kept=ctypes.c_float(factor).value)  # in single precision, as on a device
+    return seen._replace(total=total, clip_factor=ctypes.c_float(factor).value)  # in single precision, as on a device
 
 
 def _dense(gradient: Tensor) -> Tensor:

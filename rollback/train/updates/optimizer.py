@@ -59,7 +59,7 @@ class Updates:
         sharded = norms is not None and norms.squares is not None
         return Gauges(
             scale=self._sensed.scale,
-            kept=norms.kept if norms else None,
+            clip_factor=norms.clip_factor if norms else None,
             measured=norms.total if norms and not sharded else None,
             squares=norms.squares if norms and self.happened and not told else None,
             measured_squares=norms.squares if norms else None,

@@ -36,7 +36,7 @@ from rollback.trainers.adopt import notices
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
 from rollback.trainers.adopt.enumeration import ScriptProgress, limit, numbered
 from rollback.trainers.adopt.epoch_loop import EpochLoop, EpochMoved, in_place_of
-from rollback.trainers.adopt.made_objects import Adopted, MadeObjects, applies_gradients, guard_parts, optimizers_of
+from rollback.trainers.adopt.made_objects import Adopted, MadeObjects, applies_gradients, guard_parts
 from rollback.trainers.adopt.notices import ScriptNotices, inexact
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.script_losses import ScriptLosses
@@ -183,7 +183,7 @@ class Adoption:
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
         """`iter(loader)` of a loader that Accelerate has prepared."""
         if self._adopted is not None and torch.is_grad_enabled():
-            self._adopted.guard.departure.require_none()
+            self._adopted.guard.exit_order.require_none()
         if self._state is AdoptionState.LEFT or not torch.is_grad_enabled():
             return original(loader)
         whole = self.own_resume.whole(loader, guarded=self._adopted is not None)
@@ -248,9 +248,7 @@ class Adoption:
         other = self._trains_elsewhere or None
         if self._led_loop is not None and (self._led_loop.over or self._current_loop is not self._led_loop):
             other = "trains on its loader again, behind its loop over epochs"
-        elif adopted.prepared is None and all(
-            len(optimizers_of(self.made.alive(beyond_doubt=sure))) > 1 for sure in (False, True)
-        ):
+        elif adopted.prepared is None and self.made.has_several_optimizers():
             other = "trains on its loader again, with another optimizer"
         self._notices.agree({"another training": other, "the error before it": other and self._given_up_by})
         return other
@@ -294,7 +292,7 @@ class Adoption:
     def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
         guard = adopted.guard
         self.own_resume.require_trained()
-        guard.departure.require_none()
+        guard.exit_order.require_none()
         if self._led_loop is not None and self._led_loop.place != epoch:
             self._notices.refuse(inexact("takes the batches of one pass over its loader in several of its epochs"))
         try:

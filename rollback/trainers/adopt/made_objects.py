@@ -18,7 +18,7 @@ from rollback.errors import UsageError
 from rollback.train.advice.script_tensors import ModelCopies, copies_of_script, tensors_in
 from rollback.train.guard import Guard
 from rollback.train.introspection import instances, own_variables
-from rollback.train.sharded import HeldByFsdp, local_of
+from rollback.train.sharded import FsdpModules, local_of
 from rollback.train.start.arguments import check_whole
 from rollback.train.updates.wrappers import outermost
 from rollback.trainers.adopt.epoch_loop import EpochLoop
@@ -67,12 +67,19 @@ class MadeObjects:
         self._made[number] = weakref.ref(thing, lambda _: self._made.pop(number, None))
         self._collected &= isinstance(thing, DataLoader)
 
-    def alive(self, *, beyond_doubt: bool = False) -> list[Any]:
-        """In the order in which they were made. beyond_doubt: without any in a cycle that was dropped since."""
-        if beyond_doubt or not self._collected:
+    def alive(self) -> list[Any]:
+        """In the order in which they were made."""
+        if not self._collected:
             gc.collect()
             self._collected = True
         return [thing for reference in list(self._made.values()) if (thing := reference()) is not None]
+
+    def has_several_optimizers(self) -> bool:
+        """Beyond doubt: without any in a cycle that was dropped since the collector came by."""
+        if len(optimizers_of(self.alive())) < 2:
+            return False
+        self._collected = False
+        return len(optimizers_of(self.alive())) > 1
 
     def schedulers_of(self, optimizer: Optimizer) -> list[LRScheduler]:
         """Those that set its learning rate, and their parts."""
@@ -84,7 +91,7 @@ class MadeObjects:
         made = self.alive()
         trained = _trained_by(optimizers_of(made))
         modules = modules_of(made)
-        HeldByFsdp(modules).reshard()  # an evaluation has left parameters there that no optimizer has
+        FsdpModules(modules).reshard()  # an evaluation has left parameters there that no optimizer has
         in_mode = (module for module in modules if module.training or in_any_mode)
         return any(id(p) in trained for module in in_mode for p in module._parameters.values())
 

@@ -52,7 +52,7 @@ def test_where_no_rank_is_left_somebody_speaks_for_the_host(paths: EndMarkPaths)
     started, before = Started(), time.monotonic()
     wait_for_last_snapshot(LIMIT, started)
     script, last, noticed, limit = started.arguments
-    assert (Path(script).name, last, float(limit)) == ("stand_in.py", str(paths.root), LIMIT)
+    assert (Path(script).name, last, float(limit)) == ("host_proxy.py", str(paths.root), LIMIT)
     assert started.waited is not None
     assert 0 < started.waited < LIMIT, "what was waited for before is a part of it"
     assert before <= float(noticed) <= time.monotonic()

@@ -18,7 +18,7 @@ from rollback.policy import PolicyCheckpoint, plan
 from rollback.ring.schedule import Situation, to_evict
 from rollback.rundir.paths import CheckpointName
 from rollback.train.catalogue.catalogue import Catalogue
-from rollback.train.run import HeldAtStart
+from rollback.train.run import CheckpointAtStart
 
 NAMES = [CheckpointName.of(seq, 10 * seq) for seq in range(20)]
 
@@ -84,7 +84,7 @@ def test_the_answer_is_the_same_for_slots_for_both_rings_and_on_every_rank(
     random.shuffle(mixed)
     assert choose_evictions(tuple(held), mixed, (), keep) == answer
     manifests = [manifest_of(seq, step_of(name)) for seq, name in enumerate(held)]
-    assert Catalogue(25, [HeldAtStart(m, m.name in mixed) for m in manifests[::-1]]).surplus(keep) == answer
+    assert Catalogue(25, [CheckpointAtStart(m, m.name in mixed) for m in manifests[::-1]]).surplus(keep) == answer
     facts: list[Committed | BecameGood] = [
         Committed(checkpoint=m.name, step=m.step, batch=m.step, timeline=0, bytes=1, seconds=0.0) for m in manifests
     ]

@@ -33,9 +33,9 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.sharded import copies_of, holders_of, is_sharded, like_of, local_of, part_of
 from rollback.train.snapshots.capture import Capture, share_of
-from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.image import Image
 from rollback.train.state.state import TrainingState
+from rollback.train.state.state_copy import GradientCopy, StateCopy
 from rollback.train.updates.gradients import Gradients
 from rollback.trainers.adopt.made_objects import MadeObjects
 
@@ -315,7 +315,7 @@ def test_a_held_state_has_what_an_optimizer_keeps_for_each_row_of_a_weight() -> 
         weight: Any = next(model.parameters())
         optimizer.state[weight]["size"] = size = weight.detach().mean(-1, keepdim=True)
         state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
-        held, was = HeldState(state), size.full_tensor().clone()
+        held, was = StateCopy(state), size.full_tensor().clone()
         size.zero_()
         held.put_back(state)
         back = optimizer.state[weight]["size"]
@@ -335,7 +335,7 @@ def test_gradients_that_fsdp_has_not_summed_yet_go_with_the_state_that_is_left(w
         put_off = model.set_requires_all_reduce if way == "not over replicas" else model.set_requires_gradient_sync
         optimizer = torch.optim.SGD(model.parameters())
         state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
-        held = HeldState(state)
+        held = StateCopy(state)
 
         def backward(*, sums: bool) -> list[list[float]]:
             put_off(sums)
@@ -344,7 +344,7 @@ def test_gradients_that_fsdp_has_not_summed_yet_go_with_the_state_that_is_left(w
             return [] if gradient is None else gradient.full_tensor().tolist()
 
         assert backward(sums=False) == []
-        gradients = HeldGradients(state.trained, state.fsdp)
+        gradients = GradientCopy(state.trained, state.fsdp)
         held.put_back(state)
         assert backward(sums=True) == [[1.0] * 3] * 2, "the batch before is undone"
         gradients.put_back(lambda: held.put_back(state))
@@ -367,4 +367,4 @@ def test_an_evaluation_behind_which_parameters_are_whole_does_not_change_which_o
             model(torch.ones(1, 3))
         state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
         model.weight.grad = torch.zeros_like(model.weight)
-        assert state.gradients.told()["without"] == ["bias"]
+        assert state.gradients.state_dict()["without"] == ["bias"]

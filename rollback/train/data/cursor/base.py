@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.digest import Digest
-from rollback.train.data.cursor.epochs import EpochSetters
+from rollback.train.data.cursor.epoch_setters import EpochSetters
 from rollback.train.data.cursor.generators import Generators
 from rollback.wording import counted
 
@@ -17,7 +17,7 @@ Indices = tuple[int, ...] | None
 """The dataset indices of one batch on this rank, in order; None where the loader has none."""
 
 
-class Witness(Protocol):
+class DrawComparer(Protocol):
     """Knows the digests of earlier batches. A cursor that must draw batches again to reach a position checks them."""
 
     def knows(self, batch: int) -> bool:
@@ -27,7 +27,7 @@ class Witness(Protocol):
         """Raises RunDoesNotFit if `data` is not the batch that had this number before."""
 
 
-def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Witness) -> None:
+def require_same_last(batch: int, last_under: Callable[[str], Any], comparer: DrawComparer) -> None:
     """The batch before number `batch` is what it was, though the random states that it was read under are not known.
 
     last_under: reads it under random states that are made of a key.
@@ -47,7 +47,7 @@ def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Wit
             "epoch, not from a count of what was read; or go on with the data as they are now by --accept-data-change",
         )
     if first == other:
-        witness.check(batch - 1, read[0])
+        comparer.check(batch - 1, read[0])
 
 
 def as_indices(batch: Any) -> Indices:
@@ -87,7 +87,7 @@ class Cursor(ABC):
         self._epoch_setters = EpochSetters(*told_epochs)
         self.accepts_other_length = False
         """Whether the data set may have another length than when the state was taken. The operator says so."""
-        self.witness: Witness | None = None
+        self.comparer: DrawComparer | None = None
         self.epoch = 0
         """The epoch of the next batch."""
         self.offset = 0
@@ -193,7 +193,7 @@ class Cursor(ABC):
     def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:  # noqa: B027 - most kinds have no indices
         """From a batch on, `next` returns a neighbour in place of each of these samples. Earlier lists no longer hold.
 
-        listed: pairs of a batch that is still to come and the samples from there on; see `Neighbours`. Does nothing if
+        listed: pairs of a batch that is still to come and the samples from there on; see `Replacements`. Nothing if
         the data are not map-style.
         """
 

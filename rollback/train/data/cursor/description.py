@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from rollback.train.data.cursor.digest import hex_digest_of
-from rollback.train.data.cursor.epochs import parts_of
+from rollback.train.data.cursor.epoch_setters import parts_of
 
 
 def description_of(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from contextlib import suppress
 from typing import Any
 
 from rollback.train.data.cursor.digest import digest_of_indices
+from rollback.train.data.cursor.loader_clone import Keyed
 from rollback.train.data.cursor.order import BatchOrder
-from rollback.train.data.cursor.quarantine import Neighbours
-from rollback.train.data.cursor.workers import Keyed
+from rollback.train.data.cursor.quarantine import Replacements
 
 
-class DrawnIndices:
+class SamplerBatch:
     """What the sampler gave for one batch, and its digest, which is asked for more than once in a step."""
 
     def __init__(self, indices: Any) -> None:
@@ -20,7 +20,7 @@ class DrawnIndices:
         self.hex_digest = None if self.digest is None else f"{self.digest:016x}"  # for JSON
 
 
-class Feed:
+class IndexFeed:
     """Gives the clone the batches of indices from the position on.
 
     `pending` holds batches of indices that were taken from the order and are not yet returned or skipped; the first one
@@ -35,17 +35,17 @@ class Feed:
         self._order: BatchOrder | None = None
         self._key: str | None = None
         self._batch = self._offset = 0
-        self._pending: deque[DrawnIndices] = deque()
+        self._pending: deque[SamplerBatch] = deque()
         self.reading = 0
         self.planned: list[range] = []
-        self.neighbours = Neighbours([], 0)
-        self.last: DrawnIndices | None = None
+        self.replacements = Replacements([], 0)
+        self.last: SamplerBatch | None = None
         """Of the batch before the position."""
         self._repeat = False
 
     def begin(self, order: BatchOrder, last: Any, *, batch: int, offset: int, key: str | None) -> None:
         """Goes to a position. `key` names the epoch's random states in workers; None without workers."""
-        self._order, self.last = order, None if last is None else DrawnIndices(last)
+        self._order, self.last = order, None if last is None else SamplerBatch(last)
         self._batch, self._offset, self._key = batch, offset, key
         self._pending.clear()
         self.reading = 0
@@ -54,7 +54,7 @@ class Feed:
         """The next reader gets the batch before the position again, and then the batches behind it."""
         self._repeat = True
 
-    def __iter__(self) -> "Feed":
+    def __iter__(self) -> "IndexFeed":
         self.reading = 0
         return self
 
@@ -62,7 +62,7 @@ class Feed:
         if self._repeat:
             self._repeat = False
             assert self.last is not None
-            last = self.neighbours.instead(self.last.indices, self._batch - 1, self._drawn_from)
+            last = self.replacements.instead(self.last.indices, self._batch - 1, self._drawn_from)
             return self._keyed(last, -1)
         while True:
             ahead = self.reading
@@ -77,15 +77,15 @@ class Feed:
     def peek(self, ahead: int = 0) -> Any:
         """Indices of the batch `ahead` batches behind the position. StopIteration if the epoch ends before."""
         indices = self.drawn(ahead).indices
-        if not self.neighbours.listed:
+        if not self.replacements.listed:
             return indices
-        return self.neighbours.instead(indices, self._batch + ahead, lambda: self._drawn_from(ahead + 1))
+        return self.replacements.instead(indices, self._batch + ahead, lambda: self._drawn_from(ahead + 1))
 
-    def drawn(self, ahead: int = 0) -> DrawnIndices:
+    def drawn(self, ahead: int = 0) -> SamplerBatch:
         """As `peek`, but as the sampler gave them: samples that are left out have not been replaced."""
         assert self._order is not None
         if ahead == len(self._pending):
-            self._pending.append(DrawnIndices(self._order.take()))
+            self._pending.append(SamplerBatch(self._order.take()))
         return self._pending[ahead]
 
     def _drawn_from(self, ahead: int = 0) -> Iterator[Any]:

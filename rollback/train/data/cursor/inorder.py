@@ -46,7 +46,7 @@ class InOrderCursor(Cursor):
         leave_stopping_to_the_rank(loader)
         self.generators = Generators(loader)
         self._iterator: Iterator[Any] | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: _ReadAhead | None = None
 
     @property
     def reads_ahead(self) -> bool:
@@ -63,7 +63,7 @@ class InOrderCursor(Cursor):
         if not self.opened or self.offset == 0:
             return False
         if self._ahead is None:
-            self._ahead = _Ahead(self, in_step=in_step)
+            self._ahead = _ReadAhead(self, in_step=in_step)
         return isinstance(self._ahead.error, StopIteration)
 
     @property
@@ -116,8 +116,8 @@ class InOrderCursor(Cursor):
 
     def _pass_over(self) -> Indices:
         data = self._fetch()
-        if self.witness is not None:
-            self.witness.check(self.batch, data)
+        if self.comparer is not None:
+            self.comparer.check(self.batch, data)
         return None
 
     def _let_go(self, iterator: Iterator[Any] | None) -> None:
@@ -126,7 +126,7 @@ class InOrderCursor(Cursor):
             self._loader._iterator = None  # workers that were to persist: the loader begins with new ones
 
 
-class _Ahead:
+class _ReadAhead:
     """A batch that was read ahead, or the exception that reading it raised.
 
     in_step: whether the batch before it is still being trained on. stream: the random states under which it was read

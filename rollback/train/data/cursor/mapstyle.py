@@ -24,14 +24,14 @@ from torch.utils.data import DataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
-from rollback.train.data.cursor.base import Cursor, Indices, Witness, as_indices, require_same_last
+from rollback.train.data.cursor.base import Cursor, DrawComparer, Indices, as_indices, require_same_last
 from rollback.train.data.cursor.description import description_of, length_of, samplers_of
 from rollback.train.data.cursor.digest import digest_of_indices, hex_digest_of
-from rollback.train.data.cursor.feed import Feed
+from rollback.train.data.cursor.feed import IndexFeed
 from rollback.train.data.cursor.generators import Generators
+from rollback.train.data.cursor.loader_clone import clone_of
 from rollback.train.data.cursor.order import BatchOrder, OneSize, gives_all, order_of, order_of_share, share_of
-from rollback.train.data.cursor.quarantine import Neighbours, unreadable
-from rollback.train.data.cursor.workers import clone_of
+from rollback.train.data.cursor.quarantine import Replacements, unreadable
 from rollback.train.data.rng import RawRandom, tree_of
 from rollback.train.data.workers import shut_down
 
@@ -61,7 +61,7 @@ class MapStyleCursor(Cursor):
         """What is wrong with the position, if `set_epoch` or another `batch_size` may still put it right."""
         self._owed: list[Any] = []  # states of generators that the first read of this process is yet to make
         self._random = RawRandom()
-        self._feed = Feed()
+        self._feed = IndexFeed()
         self._clone: DataLoader[Any] | None = None
         self._clone_epoch = 0
         self._reader: Iterator[Any] | None = None
@@ -95,14 +95,14 @@ class MapStyleCursor(Cursor):
             self._reader = None  # it may be reading what is now planned to be skipped
 
     def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:
-        if list(listed) != self._feed.neighbours.listed:
-            self._feed.neighbours = self._neighbours(listed)
+        if list(listed) != self._feed.replacements.listed:
+            self._feed.replacements = self._replacements(listed)
             self._reader = None  # it may be reading what is now to be left out
 
-    def _neighbours(self, listed: Sequence[tuple[int, Set[int]]]) -> Neighbours:
+    def _replacements(self, listed: Sequence[tuple[int, Set[int]]]) -> Replacements:
         """By the data set's length as it is now: it may change with the epoch."""
         length = length_of(self._loader.dataset) or 0
-        return Neighbours(listed, length, in_order=not gives_all(self._index_sampler, length))
+        return Replacements(listed, length, in_order=not gives_all(self._index_sampler, length))
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, **description_of(self._loader)}
@@ -320,7 +320,7 @@ class MapStyleCursor(Cursor):
     def _begin(self, order: BatchOrder, last: Any) -> None:
         self._reader = None
         key = f"{self._base_seed}/{self.epoch}" if self._loader.num_workers > 0 else None
-        self._feed.neighbours = self._neighbours(self._feed.neighbours.listed)
+        self._feed.replacements = self._replacements(self._feed.replacements.listed)
         self._feed.begin(order, last, batch=self.batch, offset=self.offset, key=key)
 
     def _make_order(self) -> BatchOrder:
@@ -359,25 +359,25 @@ class MapStyleCursor(Cursor):
         if not self._unproven or self._feed.last is None:
             return
         self._unproven = False
-        if (witness := self.witness) is not None and witness.knows(self.batch - 1):
+        if (comparer := self.comparer) is not None and comparer.knows(self.batch - 1):
             try:
-                self._read_last_again(witness)
+                self._read_last_again(comparer)
             except RunDoesNotFit as error:
                 if self._indices is None or self.batch > 1:
                     raise
                 told = "the first batch of this run is another one when it is read again: the data depend on "
                 raise UsageError(f"{told}what does not come back behind a crash or rollback", hint=error.hint) from None
 
-    def _read_last_again(self, witness: Witness) -> None:
+    def _read_last_again(self, comparer: DrawComparer) -> None:
         """Checks that the batch before the position is what it was. A worker reads it under the random states of that
         time. Without workers those states are not known."""
         if self._loader.num_workers > 0:
             self._reader = self._from_last()
-            witness.check(self.batch - 1, next(self._reader))
+            comparer.check(self.batch - 1, next(self._reader))
             return
         states, self._reader = self._of_reading().states(), None
         with rng.preserved():
-            require_same_last(self.batch, self._last_under, witness)
+            require_same_last(self.batch, self._last_under, comparer)
         self._of_reading().restore(states)  # those that this has made are owed
 
     def _last_under(self, key: str) -> Any:

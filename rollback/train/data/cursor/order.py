@@ -97,7 +97,7 @@ class _Sliced:
     exact: ClassVar[bool] = True
 
     def __init__(
-        self, draw: "Callable[[], _Drawn]", at_exhaustion: Callable[[], object] | None, batching: BatchSampler | None
+        self, draw: "Callable[[], _Indices]", at_exhaustion: Callable[[], object] | None, batching: BatchSampler | None
     ) -> None:
         self._draw = draw
         self._at_exhaustion = at_exhaustion
@@ -206,8 +206,8 @@ def _draws_at_its_beginning(sampler: Any) -> bool:
     return known and getattr(sampler, "generator", None) is not torch.default_generator
 
 
-_Drawn = range | torch.Tensor
-_Samples = tuple[Callable[[], _Drawn], Callable[[], object] | None]
+_Indices = range | torch.Tensor
+_Samples = tuple[Callable[[], _Indices], Callable[[], object] | None]
 """Draws the epoch's samples; is called when the sampler is asked for more than it has."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 _SECONDS = 20.0  # for reading a batch once more, by a rank that is about to end
 
 
-class Neighbours:
+class Replacements:
     """Replaces a sample that is left out by the next one that is not. Depends on the position alone.
 
     listed: pairs of a batch and the samples that are left out from there on; of several that apply, the last one in the

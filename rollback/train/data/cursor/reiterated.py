@@ -116,8 +116,8 @@ class ReiteratedCursor(InOrderCursor):
                 data = self._read()
             except StopIteration:
                 raise self._does_not_fit(f"iterated again, its epoch ends after {dropped} batches") from None
-            if self.witness is not None:
-                self.witness.check(self.batch - self.offset + dropped, data)
+            if self.comparer is not None:
+                self.comparer.check(self.batch - self.offset + dropped, data)
 
     def _does_not_fit(self, reason: str) -> RunDoesNotFit:
         return RunDoesNotFit(

@@ -961,8 +961,8 @@ RECOVERED = Verdict(Kind.HEALTHY, 0, ended=Blip(0, 1, 5.0, 4.0, "loss-high", "re
 
 def beat(norm: float, kept: float) -> Beat:
     return Beat(
-        loss=1.0, grad_norm=norm, ailing=(), stop=False, scaler_skipped=False,
-        kept=kept, measured=norm,
+        loss=1.0, grad_norm=norm, nonfinite_ranks=(), stop=False, scaler_skipped=False,
+        clip_factor=kept, measured=norm,
     )  # fmt: skip
 
 

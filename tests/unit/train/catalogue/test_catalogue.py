@@ -10,7 +10,7 @@ from checkpoints import manifest_of
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.policy import PolicyCheckpoint
 from rollback.train.catalogue.catalogue import Catalogue, CatalogueEntry
-from rollback.train.run import HeldAtStart
+from rollback.train.run import CheckpointAtStart
 
 PROBATION = 4
 
@@ -61,7 +61,7 @@ def test_an_onset_holds_back_those_before_it_and_starts_those_behind_it_again() 
 
 def test_a_resumed_run_keeps_what_was_good_and_tries_the_others_anew() -> None:
     first, *others = (manifest_of(seq, 10 * seq) for seq in range(3))
-    catalogue = Catalogue(PROBATION, [HeldAtStart(first, good=True), *map(HeldAtStart, others)])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(first, good=True), *map(CheckpointAtStart, others)])
     assert good(catalogue) == [0]
     for _ in range(PROBATION - 1):
         assert catalogue.judge(True, None) == []
@@ -71,7 +71,11 @@ def test_a_resumed_run_keeps_what_was_good_and_tries_the_others_anew() -> None:
 
 def test_verdicts_of_earlier_attempts_count_for_the_probation() -> None:
     first, second, third = (manifest_of(seq, 10 * seq) for seq in range(3))
-    held = [HeldAtStart(first, good=True), HeldAtStart(second, healthy=PROBATION - 1), HeldAtStart(third)]
+    held = [
+        CheckpointAtStart(first, good=True),
+        CheckpointAtStart(second, healthy=PROBATION - 1),
+        CheckpointAtStart(third),
+    ]
     catalogue = Catalogue(PROBATION, held)
     assert [manifest.step for manifest in catalogue.judge(True, None)] == [10]
     for _ in range(PROBATION - 2):
@@ -82,7 +86,7 @@ def test_verdicts_of_earlier_attempts_count_for_the_probation() -> None:
 def test_what_leaves_the_fast_tier_as_good_may_be_gone_back_to_where_the_ring_has_it() -> None:
     manifests = [manifest_of(seq, 10 * seq) for seq in range(3)]
     names = [manifest.name for manifest in manifests]
-    catalogue = Catalogue(PROBATION, [HeldAtStart(it, slot < 2, slot) for slot, it in enumerate(manifests)])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(it, slot < 2, slot) for slot, it in enumerate(manifests)])
     for name in (names[0], names[2]):
         catalogue.leave(name)
     assert [point.name for point in catalogue.as_held()] == [names[1]]
@@ -95,17 +99,17 @@ def test_what_leaves_the_fast_tier_as_good_may_be_gone_back_to_where_the_ring_ha
 
 def test_what_is_neither_in_the_ring_nor_in_a_slot_cannot_be_gone_back_to() -> None:
     manifests = [manifest_of(seq, 10 * seq) for seq in range(3)]
-    catalogue = Catalogue(PROBATION, [*map(HeldAtStart, manifests[:2]), HeldAtStart(manifests[2], slot=1)])
+    catalogue = Catalogue(PROBATION, [*map(CheckpointAtStart, manifests[:2]), CheckpointAtStart(manifests[2], slot=1)])
     catalogue.consult([manifests[0].name])
     assert [point.step for point in catalogue.as_held()] == [0, 20]
     assert catalogue.manifest(manifests[0].name) == manifests[0]
-    assert Catalogue(PROBATION, map(HeldAtStart, manifests)).newest() == manifests[2]
+    assert Catalogue(PROBATION, map(CheckpointAtStart, manifests)).newest() == manifests[2]
 
 
 def test_what_was_dropped_does_not_come_back_from_the_ring() -> None:
     """A checkpoint that a rollback went back behind may still be on its way out of the ring."""
     manifest = manifest_of(1, 10)
-    catalogue = Catalogue(PROBATION, [HeldAtStart(manifest, good=True)])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(manifest, good=True)])
     catalogue.leave(manifest.name)
     catalogue.drop(manifest.name)
     catalogue.consult([manifest.name])
@@ -115,7 +119,7 @@ def test_what_was_dropped_does_not_come_back_from_the_ring() -> None:
 
 def test_a_checkpoint_that_is_admitted_is_good_at_once_or_has_its_probation_before_it() -> None:
     known, fetched, candidate = (manifest_of(seq, 10 * seq) for seq in range(3))
-    catalogue = Catalogue(PROBATION, [HeldAtStart(known)])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(known)])
     catalogue.judge(True, None)
     catalogue.admit(fetched, good=True)
     catalogue.admit(candidate, good=False)
@@ -129,7 +133,7 @@ def test_a_checkpoint_that_is_admitted_is_good_at_once_or_has_its_probation_befo
 
 def test_what_left_and_is_admitted_again_does_not_come_back_a_second_time() -> None:
     manifest = manifest_of(1, 10)
-    catalogue = Catalogue(PROBATION, [HeldAtStart(manifest, good=True)])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(manifest, good=True)])
     catalogue.leave(manifest.name)
     catalogue.admit(manifest, good=False)
     catalogue.consult([manifest.name])
@@ -138,14 +142,14 @@ def test_what_left_and_is_admitted_again_does_not_come_back_a_second_time() -> N
 
 def test_what_was_dropped_and_is_fetched_again_as_good_need_not_become_so() -> None:
     manifest = manifest_of(1, 10)
-    catalogue = Catalogue(PROBATION, [HeldAtStart(manifest)])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(manifest)])
     catalogue.drop(manifest.name)
     catalogue.admit(manifest, good=True)
     assert [catalogue.judge(True, None) for _ in range(2 * PROBATION)] == [[]] * 2 * PROBATION
 
 
 def test_after_a_rollback_candidates_have_their_whole_probation_before_them() -> None:
-    catalogue = Catalogue(PROBATION, [HeldAtStart(manifest_of(1, 10))])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(manifest_of(1, 10))])
     for _ in range(PROBATION - 1):
         catalogue.judge(True, None)
     catalogue.restart_probation()
@@ -155,7 +159,7 @@ def test_after_a_rollback_candidates_have_their_whole_probation_before_them() ->
 
 
 def test_a_watch_without_an_onset_holds_all_back_and_starts_none_again() -> None:
-    catalogue = Catalogue(PROBATION, [HeldAtStart(manifest_of(1, 10))])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(manifest_of(1, 10))])
     for _ in range(PROBATION - 1):
         catalogue.judge(True, None)
     assert catalogue.judge(False, None) == []
@@ -168,7 +172,7 @@ def point_of(manifest: Manifest) -> PolicyCheckpoint:
 
 def test_what_is_only_at_the_url_may_be_chosen_and_is_held_once_it_was_fetched() -> None:
     here, away = manifest_of(2, 20), manifest_of(1, 10)
-    catalogue = Catalogue(PROBATION, [HeldAtStart(here, good=True)])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(here, good=True)])
     catalogue.offer([point_of(away), point_of(here)])
     assert [point.name for point in catalogue.to_choose_from()] == [away.name, here.name]
     assert [catalogue.is_remote(each.name) for each in (away, here)] == [True, False]
@@ -190,7 +194,7 @@ def test_what_is_not_offered_again_cannot_be_fetched_any_more() -> None:
 
 def test_what_has_left_its_slot_and_is_offered_comes_from_the_run_directory_once_that_has_it() -> None:
     manifest = manifest_of(1, 10)
-    catalogue = Catalogue(PROBATION, [HeldAtStart(manifest, good=True, slot=2)])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(manifest, good=True, slot=2)])
     assert (catalogue.slot(manifest.name), catalogue.in_slots()) == (2, {manifest.name})
     catalogue.leave(manifest.name)
     assert (catalogue.slot(manifest.name), catalogue.in_slots()) == (None, set())
@@ -215,7 +219,7 @@ def test_a_snapshot_in_flight_has_its_slot_but_is_no_checkpoint() -> None:
 
 
 def test_a_checkpoint_at_the_onset_itself_is_the_state_before_it_and_keeps_what_it_has() -> None:
-    catalogue = Catalogue(PROBATION, [HeldAtStart(manifest_of(1, 10)), HeldAtStart(manifest_of(2, 11))])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(manifest_of(1, 10)), CheckpointAtStart(manifest_of(2, 11))])
     for _ in range(PROBATION - 1):
         catalogue.judge(True, None)
     catalogue.judge(False, 10)
@@ -225,7 +229,7 @@ def test_a_checkpoint_at_the_onset_itself_is_the_state_before_it_and_keeps_what_
 def test_what_must_leave_is_counted_among_those_of_one_tier() -> None:
     manifests = [manifest_of(seq, 10 * seq) for seq in range(8)]
     names = [manifest.name for manifest in manifests]
-    catalogue = Catalogue(PROBATION, [HeldAtStart(manifest, good=True) for manifest in manifests])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(manifest, good=True) for manifest in manifests])
     assert catalogue.surplus(5, names[:5]) == []
     assert {name for name, _ in catalogue.surplus(3, names[:5])} < set(names[:5])
     assert len(catalogue.surplus(3, names[:5])) == 2
@@ -263,7 +267,7 @@ def test_nothing_is_good_that_has_an_onset_behind_it_within_probation(told: list
 @given(st.integers(3, 6), st.integers(0, 20), st.sets(st.integers(0, 20)))
 def test_a_full_ring_keeps_the_newest_good_one_and_the_newest(keep: int, count: int, named: set[int]) -> None:
     manifests = [manifest_of(seq, seq + 1) for seq in range(count)]
-    catalogue = Catalogue(PROBATION, [HeldAtStart(it, seq in named) for seq, it in enumerate(manifests)])
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(it, seq in named) for seq, it in enumerate(manifests)])
     before = catalogue.as_held()
     for name, _ in catalogue.surplus(keep):
         catalogue.drop(name)

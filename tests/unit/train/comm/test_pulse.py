@@ -25,9 +25,9 @@ from warm_server import WarmPopen
 
 from rollback.train.comm.beat import (
     FIELDS,
-    LETTER,
     NO_GAUGES,
     SCALARS,
+    SHARD_REPORT,
     Beat,
     GaugeFields,
     Gauges,
@@ -82,7 +82,7 @@ def reduce(
     if on_device and not all_finite(total[:SCALARS].tolist()):
         total = torch.stack([pulse._sum_without_ill(total) for pulse in pulses]).sum(0)
     beat = read_beat(total, len(rows))
-    beat.ailing = tuple(rank for pulse in pulses for rank in pulse._ailing(beat))
+    beat.nonfinite_ranks = tuple(rank for pulse in pulses for rank in pulse._nonfinite_ranks(beat))
     return beat
 
 
@@ -96,7 +96,7 @@ def test_a_beat_says_what_the_ranks_said(on_device: bool, rows: list[tuple[float
         assert same(read, mean) or math.isclose(read or 0.0, mean or 0.0, rel_tol=1e-12, abs_tol=1e-300)
     ill = [[value is not None and not math.isfinite(value) for value in values] for values in (losses, norms)]
     named = ill[0] if any(ill[0]) else ill[1]
-    assert beat.ailing == tuple(rank for rank, is_ill in enumerate(named) if is_ill)
+    assert beat.nonfinite_ranks == tuple(rank for rank, is_ill in enumerate(named) if is_ill)
     assert beat.stop == any(said.stop for *_, said in rows)
     assert beat.scaler_skipped == any(said.scaler_skipped for *_, said in rows)
     assert beat.committed == sum(said.committed for *_, said in rows)
@@ -121,9 +121,9 @@ def test_survivors_read_of_what_devices_have_sent_what_the_group_would_have_read
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_number_of_the_host_arrives_as_a_scalar_of_the_device_does(on_device: bool) -> None:
-    told = [Gauges(scale=0.5, kept=0.25), Gauges(scale=torch.tensor(1.5), kept=torch.tensor(0.75))]
+    told = [Gauges(scale=0.5, clip_factor=0.25), Gauges(scale=torch.tensor(1.5), clip_factor=torch.tensor(0.75))]
     beat = reduce([(1.0, None, Signs())] * 2, on_device, told)
-    assert (beat.loss, beat.scale, beat.kept, beat.measured) == (1.0, 1.0, 0.5, None)
+    assert (beat.loss, beat.scale, beat.clip_factor, beat.measured) == (1.0, 1.0, 0.5, None)
 
 
 def beat_from(losses: Sequence[float]) -> Beat | None:
@@ -205,17 +205,17 @@ def test_what_a_rank_with_a_part_of_the_gradients_does_not_know_of_clipping_need
     """Else there would be one in each step, on a device."""
     total = torch.zeros(FIELDS, dtype=torch.float64)
     for kept in (math.nan, 0.25, 0.75):
-        gauges = Gauges(kept=scalar(kept), measured_squares=scalar(12.0))
+        gauges = Gauges(clip_factor=scalar(kept), measured_squares=scalar(12.0))
         total += torch.as_tensor(Pulse(Ranks(), torch.device("cpu"))._compose_on_device(None, None, Signs(), gauges))
     assert all_finite(total.tolist())
     beat = read_beat(total, 3)
-    assert (beat.kept, beat.measured) == (0.5, math.sqrt(12.0))
+    assert (beat.clip_factor, beat.measured) == (0.5, math.sqrt(12.0))
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_share_of_clipping_that_is_infinite_is_left_out_of_the_mean_of_sharded_gradients_too(on_device: bool) -> None:
-    given = [Gauges(kept=scalar(kept), measured_squares=scalar(12.0)) for kept in (math.inf, math.nan, 0.5)]
-    assert reduce([(None, None, Signs())] * 3, on_device, given).kept == 0.5
+    given = [Gauges(clip_factor=scalar(kept), measured_squares=scalar(12.0)) for kept in (math.inf, math.nan, 0.5)]
+    assert reduce([(None, None, Signs())] * 3, on_device, given).clip_factor == 0.5
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -229,7 +229,7 @@ def test_the_norm_of_sharded_gradients_is_the_root_of_all_squares_and_none_where
     beat = reduce([(None, scalar(norm), Signs()) for norm in (3.0, math.nan)], on_device, broken)
     assert beat.grad_norm is not None
     assert math.isnan(beat.grad_norm)
-    assert beat.ailing == (1,)
+    assert beat.nonfinite_ranks == (1,)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -251,33 +251,33 @@ def test_a_beat_is_as_long_for_any_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_letters_arrive_as_one_row_for_each_rank(on_device: bool) -> None:
-    total, letters = torch.zeros(FIELDS + 3 * LETTER, dtype=torch.float64), []
+def test_shard_reports_arrive_as_one_row_for_each_rank(on_device: bool) -> None:
+    total, reports = torch.zeros(FIELDS + 3 * SHARD_REPORT, dtype=torch.float64), []
     for rank in range(3):
         ranks = Ranks()
         ranks.world_size, ranks.rank = 3, rank
-        letters.append(tuple(2**53 - 1 - rank - place for place in range(LETTER)))
+        reports.append(tuple(2**53 - 1 - rank - place for place in range(SHARD_REPORT)))
         pulse = Pulse(ranks, torch.device("cpu"))
         compose = pulse._compose_on_device if on_device else pulse._compose_on_host
-        total += compose(None, None, Signs(letter=letters[-1]))
-    read = read_beat(total, 3).letters
+        total += compose(None, None, Signs(shard_report=reports[-1]))
+    read = read_beat(total, 3).shard_reports
     assert read is not None
-    assert read.tolist() == [list(letter) for letter in letters]
-    assert read_beat(total[:FIELDS], 3).letters is None
+    assert read.tolist() == [list(report) for report in reports]
+    assert read_beat(total[:FIELDS], 3).shard_reports is None
 
 
-def test_the_letters_of_a_hundred_thousand_ranks_make_no_object_for_each_rank() -> None:
+def test_the_shard_reports_of_a_hundred_thousand_ranks_make_no_object_for_each_rank() -> None:
     ranks = Ranks()
     ranks.world_size = 100_000
     pulse = Pulse(ranks, torch.device("cpu"))
-    pulse.send(None, None, Signs(letter=(1,) * LETTER))
+    pulse.send(None, None, Signs(shard_report=(1,) * SHARD_REPORT))
     gc.collect()
     before = sys.getallocatedblocks()
     beat = pulse.read()
     assert sys.getallocatedblocks() - before < 1000
-    assert beat.letters is not None
-    assert beat.letters.shape == (100_000, LETTER)
-    assert drift.differing(beat.letters[1:, 6]) == ()
+    assert beat.shard_reports is not None
+    assert beat.shard_reports.shape == (100_000, SHARD_REPORT)
+    assert drift.differing(beat.shard_reports[1:, 6]) == ()
 
 
 def test_one_process_reads_its_own_beat() -> None:
@@ -288,7 +288,7 @@ def test_one_process_reads_its_own_beat() -> None:
     pulse.send(torch.tensor(2.0), None, Signs(stop=True))
     assert pulse.under_way
     beat = pulse.read()
-    assert (beat.loss, beat.grad_norm, beat.stop, beat.ailing) == (2.0, None, True, ())
+    assert (beat.loss, beat.grad_norm, beat.stop, beat.nonfinite_ranks) == (2.0, None, True, ())
     assert not pulse.under_way
 
 
@@ -342,7 +342,7 @@ def test_when_it_is_closed_nothing_of_a_beat_is_under_way_or_held(read: bool, mo
 RANK = """
 import json, math, sys, torch, torch.distributed as dist
 from datetime import timedelta
-from rollback.train.comm.beat import LETTER, Signs
+from rollback.train.comm.beat import SHARD_REPORT, Signs
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 dist.init_process_group("gloo", timeout=timedelta(seconds=77))
@@ -355,11 +355,11 @@ for ranks.host_count in read:
     assert pulse._shared is None or pulse._shared._patience == 77
     for loss in losses:
         mine = None if loss[ranks.rank] is None else torch.tensor(loss[ranks.rank])
-        letter = (ranks.rank,) * LETTER if loss[0] is None else None
-        pulse.send(mine, torch.tensor(1.0 + ranks.rank), Signs(stop=ranks.rank == 1, letter=letter))
+        report = (ranks.rank,) * SHARD_REPORT if loss[0] is None else None
+        pulse.send(mine, torch.tensor(1.0 + ranks.rank), Signs(stop=ranks.rank == 1, shard_report=report))
         beat = pulse.read()
-        letters = None if beat.letters is None else beat.letters.tolist()
-        read[ranks.host_count].append([repr(beat.loss), beat.grad_norm, list(beat.ailing), beat.stop, letters])
+        reports = None if beat.shard_reports is None else beat.shard_reports.tolist()
+        read[ranks.host_count].append([repr(beat.loss), beat.grad_norm, list(beat.nonfinite_ranks), beat.stop, reports])
     pulse.close()
     pulse.close()
 texts = ranks.from_each("x" * (3 * ranks.rank) + "é")
@@ -391,5 +391,5 @@ def test_two_ranks_read_the_same() -> None:
     assert [beat[0] for beat in beats] == ["2.0", "nan", "inf", "4.0"]
     assert [beat[2] for beat in beats] == [[], [0], [1], []]
     assert all(beat[1] == 1.5 and beat[3] for beat in beats)
-    assert [beat[4] for beat in beats] == [None, None, None, [[0] * LETTER, [1] * LETTER]]
+    assert [beat[4] for beat in beats] == [None, None, None, [[0] * SHARD_REPORT, [1] * SHARD_REPORT]]
     assert (texts, from_first, all_of) == (["é", "xxxé"], {"from": 0}, False)

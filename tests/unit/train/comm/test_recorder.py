@@ -28,7 +28,7 @@ def test_steps_that_an_attempt_could_not_write_are_added_if_it_is_known_which(
     paths.metrics.parent.mkdir()
     before = f"{last}\n" if last else ""
     paths.metrics.write_text(before)
-    record = Recorder(paths, 2, first=True)
+    record = Recorder(paths, 2, is_rank_0=True)
     record.complete_metrics([line(1), line(2), line(3)])
     record.close()
     written = paths.metrics.read_text().removeprefix(before)
@@ -41,7 +41,7 @@ def test_what_the_journal_could_not_take_is_known_with_the_reason_until_it_is_wr
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    record = Recorder(RunPaths(tmp_path), 1, first=True)
+    record = Recorder(RunPaths(tmp_path), 1, is_rank_0=True)
     assert record.unwritten == ""
     with monkeypatch.context() as disk:
         disk.setattr(journal, "append_lines", full)

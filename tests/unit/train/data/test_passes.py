@@ -12,7 +12,7 @@ from rollback.train.data import passes as passes_module
 from rollback.train.data.cursor import Cursor, cursor_for
 from rollback.train.data.passes import Again, Passes
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.updates.wanted_gradients import WantedGradients
+from rollback.train.updates.model_switches import ModelSwitches
 
 
 def at(epoch: int, offset: int = 0) -> Cursor:
@@ -28,7 +28,7 @@ def at(epoch: int, offset: int = 0) -> Cursor:
 
 
 def passes_of(cursor: Cursor) -> Passes:
-    return Passes(cursor, [], WantedGradients({}))
+    return Passes(cursor, [], ModelSwitches({}))
 
 
 def put_back(passes: Passes) -> None:
@@ -99,7 +99,7 @@ def test_under_range_a_rollback_over_an_epoch_s_start_goes_on_in_the_same_pass()
 def sent_back_over_a_step_of(scheduler: LRScheduler, *metric: float) -> Passes:
     """The script has stepped it between epoch 0 and epoch 1, and training is put back into epoch 0, to its end."""
     cursor = at(1)
-    passes = Passes(cursor, [scheduler], WantedGradients({}))
+    passes = Passes(cursor, [scheduler], ModelSwitches({}))
     before = scheduler.state_dict()
     passes.start_pass()
     passes.end(final=False)

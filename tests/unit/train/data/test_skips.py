@@ -32,7 +32,7 @@ def opened(samples: int = 20) -> Cursor:
 def skips(folder: Path, *windows: tuple[int, int]) -> tuple[SkipList, RunPaths]:
     paths = RunPaths(folder)
     listed = [SkipAdded(window=Window(first=first, last=last), who="test", why="") for first, last in windows]
-    run = AttachedRun(paths, Ranks(), Settings(), Recorder(paths, 1, first=True), History(added=listed))
+    run = AttachedRun(paths, Ranks(), Settings(), Recorder(paths, 1, is_rank_0=True), History(added=listed))
     return SkipList(run), paths
 
 

@@ -22,7 +22,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.skips import SkipList
-from rollback.train.incidents.decisions import Decision, Halt, Rewind, StepMark
+from rollback.train.incidents.decisions import Decision, Halt, Rewind, StepSpan
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
 from rollback.train.run import AttachedRun
@@ -44,7 +44,7 @@ class Steps:
         ranks, settings = Ranks(), settings or Settings(probation=8, rewind=0)
         for directory in (self.paths.ring, self.paths.ranks):
             directory.mkdir(parents=True)
-        self.record = record = Recorder(self.paths, 1, first=True)
+        self.record = record = Recorder(self.paths, 1, is_rank_0=True)
         self.snapshots = Snapshots(self.paths, ranks, 0, 1)
         self.catalogue = Catalogue(settings.probation)
         run = AttachedRun(self.paths, ranks, settings, record, History())
@@ -62,9 +62,9 @@ class Steps:
 
     def end_with(self, loss: float, *, stop: bool = False, dropped: bool = False) -> Decision | None:
         first = self.step * self.per_step
-        mark = StepMark(self.step, first, first + self.per_step - 1, self.per_step, Hint.NONE)
+        span = StepSpan(self.step, first, first + self.per_step - 1, self.per_step, Hint.NONE)
         self.step += 1
-        return self.judge.end_step(mark, torch.tensor(loss), None, stop=stop, scaler_skipped=dropped)
+        return self.judge.end_step(span, torch.tensor(loss), None, stop=stop, scaler_skipped=dropped)
 
     def snapshot(self) -> None:
         image = Image({}, {}, {}, {})
@@ -72,7 +72,7 @@ class Steps:
         timeline, batch = self.judge.timeline, self.step * self.per_step
         flight = self.snapshots.start_snapshot(image, step=self.step, batch=batch, epoch=0, timeline=timeline)
         self.checkpoints.expect(flight)
-        self.checkpoints.settle()
+        self.checkpoints.await_landing()
 
     def facts(self, kind: type[Fact]) -> list[Fact]:
         return [r.fact for r in read_journal(self.paths.train_journal).records if isinstance(r.fact, kind)]
@@ -96,7 +96,7 @@ def test_a_step_is_judged_when_the_next_one_ends(steps: Steps) -> None:
 def test_the_plan_is_in_the_journal_before_anybody_is_told(steps: Steps) -> None:
     steps.snapshot()
     steps.end_with(NAN)
-    assert isinstance(steps.judge.settle(), Rewind)
+    assert isinstance(steps.judge.judge_pending(), Rewind)
     assert len(steps.facts(Incident)) == len(steps.facts(Planned)) == 1
 
 
@@ -104,7 +104,7 @@ def test_without_a_good_checkpoint_there_is_nothing_to_go_back_to(steps: Steps) 
     steps.end_with(1.0)
     steps.snapshot()
     steps.end_with(NAN)
-    decision = steps.judge.settle()
+    decision = steps.judge.judge_pending()
     assert isinstance(decision, Halt)
     assert (decision.giving_up, decision.save) == ("no_checkpoint", False)
 
@@ -119,7 +119,7 @@ def test_a_planned_checkpoint_that_a_host_cannot_reach_is_no_damaged_one(
     steps.end_with(1.0)
     steps.snapshot()
     steps.end_with(NAN)
-    failed = steps.judge.settle()
+    failed = steps.judge.judge_pending()
     assert isinstance(failed, Rewind)
     name = failed.plan.checkpoint
     assert name is not None
@@ -151,12 +151,12 @@ def test_told_to_stop_after_a_healthy_step(steps: Steps) -> None:
 def test_a_checkpoint_is_good_after_its_probation_and_not_before(steps: Steps) -> None:
     for _ in range(3):
         steps.end_with(1.0)
-    steps.judge.settle()
+    steps.judge.judge_pending()
     steps.snapshot()
     for done in range(8):
         assert not any(point.good for point in steps.catalogue.as_held()), done
         steps.end_with(1.0)
-        steps.judge.settle()
+        steps.judge.judge_pending()
     assert [point.good for point in steps.catalogue.as_held()] == [True]
 
 
@@ -166,7 +166,7 @@ def test_an_onset_is_told_in_batches_of_the_step_it_lies_in(tmp_path: Path) -> N
     for _ in range(5):
         steps.end_with(1.0)
     steps.end_with(NAN)
-    decision = steps.judge.settle()
+    decision = steps.judge.judge_pending()
     assert isinstance(decision, Rewind)
     assert (decision.incident.onset_batch, decision.incident.detection_batch) == (20, 23)
     assert decision.plan.skip is not None
@@ -181,13 +181,13 @@ def test_a_window_leaves_whole_updates_as_its_own_epoch_has_them(tmp_path: Path,
     steps.snapshot()
     for number in range(7 - remembered, 7):
         last = min(2 * number + 1, 12)
-        mark = StepMark(
+        span = StepSpan(
             number, 2 * number, last, 2, Hint.NONE, batches=last + 1 - 2 * number, epoch_end=13, epoch_batches=13
         )
-        steps.judge.end_step(mark, torch.tensor(1.0), None, stop=False, scaler_skipped=False)
-    mark = StepMark(7, 13, 15, 3, Hint.NONE, batches=3, epoch_end=26, epoch_batches=13)
-    steps.judge.end_step(mark, torch.tensor(NAN), None, stop=False, scaler_skipped=False)
-    decision = steps.judge.settle()
+        steps.judge.end_step(span, torch.tensor(1.0), None, stop=False, scaler_skipped=False)
+    span = StepSpan(7, 13, 15, 3, Hint.NONE, batches=3, epoch_end=26, epoch_batches=13)
+    steps.judge.end_step(span, torch.tensor(NAN), None, stop=False, scaler_skipped=False)
+    decision = steps.judge.judge_pending()
     assert isinstance(decision, Rewind)
     assert decision.plan.skip == Window(first=13, last=16), "three updates are left"
     steps.snapshots.close()

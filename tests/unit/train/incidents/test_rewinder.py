@@ -15,7 +15,7 @@ from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.training import Finished, PhaseAnnounced, Window
 from rollback.sentinel.probe import OpenQuestion
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.probe.batches import MOST, KeptBatch, KeptUpdate
+from rollback.train.probe.batches import MOST, ProbeBatch, ProbeUpdate
 
 TRAIN = Path(rollback.__file__).parent / "train"
 EPOCH = 12  # batches
@@ -86,7 +86,7 @@ def listen_to_each(guard: rollback.Guard) -> list[tuple[str, RollbackCause]]:
 
 def ask(guard: rollback.Guard) -> None:
     """As if there were a rise, and a batch from before."""
-    kept = KeptUpdate(0, [KeptBatch(torch.zeros(4, 4), MOST, {})], loss=9.0)
+    kept = ProbeUpdate(0, [ProbeBatch(torch.zeros(4, 4), MOST, {})], loss=9.0)
     batches = guard._loop.prober.kept
     batches.held, batches.question = [kept], OpenQuestion(onset=1, level=0.0, now=1.0, noise=0.5)
 

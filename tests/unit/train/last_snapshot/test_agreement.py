@@ -21,7 +21,7 @@ from rollback.train.last_snapshot.agreement import (
     require_as_planned,
     somebody_is_ahead,
 )
-from rollback.train.last_snapshot.write import NotProved
+from rollback.train.last_snapshot.proof import NotProved
 
 END = StepEnd(1, 0, 8, 8, 0, 0)
 LATER = END._replace(epoch=1)

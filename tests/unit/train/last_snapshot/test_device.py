@@ -168,7 +168,7 @@ ITEMS = {
 def test_what_is_read_is_a_copy_with_the_same_values(
     marks: end_marks.EndMarkPaths, monkeypatch: pytest.MonkeyPatch, item: Tensor
 ) -> None:
-    monkeypatch.setattr(of_device, "_ROOM", 7)  # bytes: in many parts
+    monkeypatch.setattr(of_device, "_BUFFER_BYTES", 7)  # bytes: in many parts
     copied = Device(CPU, marks, 0).read(item)
     assert copied.dtype == item.dtype
     assert torch.equal(copied, item)
@@ -186,7 +186,7 @@ def test_a_gpu_that_does_not_answer_is_given_up(marks: end_marks.EndMarkPaths, m
             copied.wait()
 
     monkeypatch.setattr(of_device, "_ANSWER", 0.05)
-    gpu._room = Never()
+    gpu._buffer = Never()
     with pytest.raises(NoAnswer, match=r"cpu has not copied 0\.0 MB within 0\.05 s"):
         gpu.read(torch.ones(2))
     monkeypatch.setattr(of_device, "_ANSWER", 1e9)
@@ -204,7 +204,7 @@ def test_what_a_driver_says_is_told_by_who_asked(marks: end_marks.EndMarkPaths) 
             raise RuntimeError("an illegal memory access was encountered")
 
     gpu = Device(CPU, marks, 0)
-    gpu._room = Broken()
+    gpu._buffer = Broken()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         gpu.read(torch.ones(2))
 
@@ -227,7 +227,7 @@ def test_an_update_waits_for_its_gradients_before_it_counts_as_a_change(
 
     def await_gradients(gpu: LateGpu) -> None:
         if seen:
-            waited.append((seen[0].step, seen[0]._loop.last_snapshot._held.changes))
+            waited.append((seen[0].step, seen[0]._loop.last_snapshot._standing.changes))
         really(gpu)
 
     monkeypatch.setattr(LateGpu, "await_gradients", await_gradients)
@@ -236,7 +236,7 @@ def test_an_update_waits_for_its_gradients_before_it_counts_as_a_change(
     def at_each(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
         seen[:] = [guard]
-        changes.append((guard.step, guard._loop.last_snapshot._held.changes))
+        changes.append((guard.step, guard._loop.last_snapshot._standing.changes))
 
     toy = TOY.but(samples=40, settings={"last_snapshot": "on"})
     kept(tmp_path / "run", memory, lambda guard: None, toy, at_each)

@@ -26,9 +26,10 @@ from rollback.train.last_snapshot import hosts as hosts_module
 from rollback.train.last_snapshot.agreement import ROUNDS, Commitment, HostOffer, commitment_of, plan_of
 from rollback.train.last_snapshot.device import NoAnswer
 from rollback.train.last_snapshot.exchange import Exchange
-from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
+from rollback.train.last_snapshot.hosts import Hosts, HostStore
 from rollback.train.last_snapshot.peers import HostMarks
-from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved, SharedPart, SharedTensor
+from rollback.train.last_snapshot.proof import NextRound, NotProved, StoreGone
+from rollback.train.last_snapshot.writers import JudgedAhead, MarksWriter, SharedPart, SharedTensor, StateWriter
 
 LIMIT = 30.0
 distributed: Any = torch.distributed
@@ -58,7 +59,7 @@ class Shards:
 
     def __init__(self, *ranks: int, fault: str | None = None) -> None:
         self.ranks, self.fault, self.done, self.step = ranks, fault, list[str](), END.step
-        self.alike: Mapping[str, Any] = {}
+        self.common_local: Mapping[str, Any] = {}
         self.texts: Mapping[str, str] = {}
         self.lines: tuple[str, ...] = ()
 
@@ -84,7 +85,7 @@ class Shards:
         item = SharedTensor(name="small", dtype="U8", shape=(len(self.small),), data=self.small)
         return SharedPart(tree=json.dumps(sentinel), tensors=(item,))
 
-    def metrics(self, foreseen: Foreseen | None) -> tuple[str, ...]:
+    def metrics(self, judged_ahead: JudgedAhead | None) -> tuple[str, ...]:
         return ("a line",)
 
     def manifest(self, seq: int) -> Manifest:
@@ -99,8 +100,8 @@ def by_marks(hosts: Hosts, *ends: StepEnd) -> HostOffer:
     return of(hosts, ends=tuple(AT_END.model_copy(update={"end": end, "digest": None}) for end in ends))
 
 
-def foresee(sent: Sequence[bytes]) -> Foreseen:
-    return Foreseen({"sent": len(sent)}, None)
+def judge_ahead(sent: Sequence[bytes]) -> JudgedAhead:
+    return JudgedAhead({"sent": len(sent)}, None)
 
 
 def speak(
@@ -109,22 +110,22 @@ def speak(
     told: HostOffer | None = None,
     *,
     stands: Callable[[], bool] = lambda: True,
-    judge: Callable[[Sequence[bytes]], Foreseen] = foresee,
+    judge: Callable[[Sequence[bytes]], JudgedAhead] = judge_ahead,
     seconds: float = LIMIT,
     at: StepEnd | tuple[StepEnd, ...] = END,
 ) -> Manifest | str:
     """What a host keeps, or why nothing. at: where it stands."""
     try:
         exchange = Exchange(hosts, judge, seconds)
-        write = cast(LastWrite, shards)
-        writes = dict.fromkeys([at] if isinstance(at, StepEnd) else at, write)
+        writer = cast(StateWriter, shards)
+        writers = dict.fromkeys([at] if isinstance(at, StepEnd) else at, writer)
         while True:
             try:
-                plan = exchange.agree(told or of(hosts), exchange.late, stands, writes)
-                if plan.at not in writes:
+                plan = exchange.agree(told or of(hosts), exchange.late, stands, writers)
+                if plan.at not in writers:
                     shards.shared, shards.lines, shards.texts = plan.shared, plan.metrics, plan.texts
-                return exchange.keep(plan, write, stands)
-            except Anew:
+                return exchange.keep(plan, writer, stands)
+            except NextRound:
                 if not stands():
                     raise
     except NotProved as error:
@@ -175,7 +176,7 @@ def test_of_two_hosts_the_one_with_a_rank_that_stands_decides(
     assert isinstance(one, Manifest), one
     assert one == two
     assert [own.done[0] for own in shards] == ["written in 90 with the sentinel", "written in 90"]
-    as_judged = shards[stands].shared_part(foresee([b"", b""]).sentinel)
+    as_judged = shards[stands].shared_part(judge_ahead([b"", b""]).sentinel)
     assert shards[0].shared == as_judged, "bit for bit"
     assert shards[0].lines == (("a line",) if stands == 1 else ())
     assert shards[0].texts == shards[1].texts != {}
@@ -196,7 +197,7 @@ def test_a_step_that_was_not_healthy_or_could_not_be_judged_is_kept_by_nobody(
 ) -> None:
     """Whatever it fails of where it is decided, the others learn of it and do not wait."""
 
-    def judge(sent: Sequence[bytes]) -> Foreseen:
+    def judge(sent: Sequence[bytes]) -> JudgedAhead:
         assert len(sent) == 2
         raise kind("the last step was not healthy")
 
@@ -266,8 +267,8 @@ def test_whoever_speaks_next_for_a_host_and_stands_elsewhere_has_all_agree_anew(
     first.step = other.step = LATER.step
     with ThreadPoolExecutor() as threads:
         job = threads.submit(speak, both[1 - gone], other, ends, at=(END, LATER))
-        exchange = Exchange(both[gone], foresee, LIMIT)
-        exchange.agree(of(both[gone]), True, lambda: True, {END: cast(LastWrite, first)})
+        exchange = Exchange(both[gone], judge_ahead, LIMIT)
+        exchange.agree(of(both[gone]), True, lambda: True, {END: cast(StateWriter, first)})
         while not other.done and not job.done():
             pass  # else it might agree anew before it has written anything, and have nothing to discard
         kept = speak(both[gone], first, of(both[gone], end=LATER), at=LATER)
@@ -360,9 +361,11 @@ def test_whoever_speaks_next_for_a_host_writes_nothing_again(both: tuple[Hosts, 
     gone, first, other = Shards(0, 1), Shards(0, 1), Shards(2, 3)
     with ThreadPoolExecutor() as threads:
         job = threads.submit(speak, both[1], other)
-        exchange = Exchange(both[0], foresee, LIMIT)
+        exchange = Exchange(both[0], judge_ahead, LIMIT)
         exchange._write_shards(
-            exchange.agree(of(both[0]), True, lambda: True, {END: cast(LastWrite, gone)}), cast(HostWrite, gone), bool
+            exchange.agree(of(both[0]), True, lambda: True, {END: cast(StateWriter, gone)}),
+            cast(MarksWriter, gone),
+            bool,
         )
         kept = speak(both[0], first, of(both[0], slots=(91,)))
         assert kept == job.result(LIMIT)
@@ -376,11 +379,11 @@ def test_a_plan_that_was_told_in_the_moment_of_a_death_is_the_plan(both: tuple[H
     there = plan_of({0: of(both[0], slots=(91,)), 2: of(both[1])}, (0, 2), {})
     before = there.model_copy(update={"manifest": first.manifest(there.seq)})
 
-    def judge(sent: Sequence[bytes]) -> Foreseen:
+    def judge(sent: Sequence[bytes]) -> JudgedAhead:
         if not first.done and not arrived:
             arrived.append(True)
             both[0].connect().of_round(1).set({"plan": before.model_dump_json().encode()})
-        return foresee(sent)
+        return judge_ahead(sent)
 
     arrived: list[bool] = []
     one, two = speak_both(both, first, other, judge=judge)
@@ -413,8 +416,8 @@ def test_a_host_that_comes_to_be_late_while_it_makes_its_offer_makes_another_one
     both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange_module, "_ANSWER", 0.0)
-    exchange = Exchange(both[1], foresee, LIMIT)
-    with pytest.raises(Anew):
+    exchange = Exchange(both[1], judge_ahead, LIMIT)
+    with pytest.raises(NextRound):
         exchange.agree(of(both[1]), False, lambda: True, {})
 
 
@@ -464,7 +467,7 @@ def test_a_host_that_is_at_it_is_waited_for_until_the_time_is_over(
 
 
 def test_what_only_the_deciding_host_has_committed_is_taken_back(both: tuple[Hosts, Hosts]) -> None:
-    first, other = (Exchange(hosts, foresee, LIMIT) for hosts in both)
+    first, other = (Exchange(hosts, judge_ahead, LIMIT) for hosts in both)
 
     class Last(Shards):
         """The time is over when they are committed."""
@@ -476,12 +479,12 @@ def test_what_only_the_deciding_host_has_committed_is_taken_back(both: tuple[Hos
     shards, gone = Last(0, 1), Shards(2, 3)
 
     def keep() -> Manifest:
-        plan = first.agree(of(both[0]), True, lambda: True, {END: cast(LastWrite, shards)})
-        return first.keep(plan, cast(HostWrite, shards), lambda: True)
+        plan = first.agree(of(both[0]), True, lambda: True, {END: cast(StateWriter, shards)})
+        return first.keep(plan, cast(MarksWriter, shards), lambda: True)
 
     with ThreadPoolExecutor() as threads:
         job = threads.submit(keep)
-        other._write_shards(other.agree(of(both[1]), True, lambda: True, {}), cast(HostWrite, gone), bool)
+        other._write_shards(other.agree(of(both[1]), True, lambda: True, {}), cast(MarksWriter, gone), bool)
         with pytest.raises(NotProved, match="not all hosts have told in time that they have kept it"):
             job.result(LIMIT)
     assert shards.done[1:] == [f"committed {MANIFEST.name}", "discarded"]
@@ -588,22 +591,24 @@ def test_a_plan_for_an_end_that_only_others_have_leaves_what_writes_the_own_one_
 ) -> None:
     """The next plan may be for that one. Without what is the same on all ranks nobody could read its shards."""
     of_marks = SimpleNamespace(buffers="", free_slots=list)
-    own = SimpleNamespace(buffers="", free_slots=list, alike={"counters": 7}, texts={"draws": "x"}, shared="shared")
+    own = SimpleNamespace(
+        buffers="", free_slots=list, common_local={"counters": 7}, texts={"draws": "x"}, shared="shared"
+    )
     plans = [SimpleNamespace(at=at, alike={}, texts={}, shared=None) for at in (LATER, END)]
     written: list[Any] = []
 
-    def keep(plan: Any, write: Any, stands: Any) -> str:
-        written.append(write)
+    def keep(plan: Any, writer: Any, stands: Any) -> str:
+        written.append(writer)
         if len(written) == 1:
-            raise Anew("a host stands elsewhere")
+            raise NextRound("a host stands elsewhere")
         return "kept"
 
-    monkeypatch.setattr(exchange_module, "HostWrite", lambda *given: of_marks)
+    monkeypatch.setattr(exchange_module, "MarksWriter", lambda *given: of_marks)
     exchange = cast(Exchange, SimpleNamespace(late=False, agree=lambda *given: plans.pop(0), keep=keep))
-    marks = {END: HostMarks([], {}, early=False, loud=None)}
-    writes = cast(Mapping[StepEnd, LastWrite], {END: own})
+    marks = {END: HostMarks([], {}, early=False, early_refuted=None)}
+    writers = cast(Mapping[StepEnd, StateWriter], {END: own})
     _, kept = exchange_module.keep_together(
-        exchange, cast(SlotPaths, None), [0], [1], lambda late: marks, writes=writes
+        exchange, cast(SlotPaths, None), [0], [1], lambda late: marks, writers=writers
     )
     assert (kept, written) == ("kept", [of_marks, own])
-    assert (own.alike, own.texts, own.shared) == ({"counters": 7}, {"draws": "x"}, "shared")
+    assert (own.common_local, own.texts, own.shared) == ({"counters": 7}, {"draws": "x"}, "shared")

@@ -12,9 +12,9 @@ from test_exchange import LIMIT, store
 from rollback.checkpoints.fast_tier import last_snapshot_result
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, LiveMarkCopies, MarkPiece
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.train.last_snapshot import stand_in
+from rollback.train.last_snapshot import host_proxy
+from rollback.train.last_snapshot.host_proxy import speaking_for_lost_hosts
 from rollback.train.last_snapshot.hosts import YES, Hosts, HostsOfJob
-from rollback.train.last_snapshot.stand_in import speaking_for_lost_hosts
 
 __all__ = ["store"]
 CLOCK = 77
@@ -42,9 +42,9 @@ def fed(tier: SlotPaths, hosts: Hosts, keys: str = "keys") -> LiveMarkCopies:
 def spoken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Path, int]]]:
     """Where somebody has stood in, and when that host was last heard."""
     found: list[tuple[Path, int]] = []
-    monkeypatch.setattr(stand_in, "_HEARD", 0.05)
+    monkeypatch.setattr(host_proxy, "_HEARD", 0.05)
     monkeypatch.setattr(
-        stand_in, "stand_in", lambda marks, noticed, deadline, lost_at: found.append((marks.root, lost_at))
+        host_proxy, "speak_for_host", lambda marks, noticed, deadline, lost_at: found.append((marks.root, lost_at))
     )
     yield found
     assert not [thread for thread in threading.enumerate() if thread.name == "rollback-lost-host"]

@@ -14,6 +14,7 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.sentinel import Sentinel
 from rollback.train.data import rng
 from rollback.train.data.cursor import cursor_for
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import (
     LocalState,
     SharedState,
@@ -23,7 +24,7 @@ from rollback.train.last_snapshot.small_state import (
     split,
 )
 from rollback.train.last_snapshot.survivor import told_at_end
-from rollback.train.last_snapshot.write import SLOTS, HostWrite, NotProved, large_state, shared_tree
+from rollback.train.last_snapshot.writers import SLOTS, MarksWriter, large_state, shared_tree
 from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
 from rollback.train.state.kept_values import SharedText, ToldAtEnd
@@ -83,7 +84,7 @@ def small_training(data: Any = (1, 2, 3)) -> TrainingState:
 
 def of_rank(local: LocalState, at_end: Mapping[str, Any] = MappingProxyType({})) -> bytes:
     """What only the rank knows, as a mark's content has it."""
-    sent, told = split(local.body(at_end, b"sent") + local.stays)
+    sent, told = split(local.body(at_end, b"sent") + local.unchanging)
     assert sent == b"sent"
     return told
 
@@ -111,7 +112,7 @@ def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as
     log.text += "a later one\n"
     body = of_rank(local)
     assert len(body) < len(Log.text) / 20
-    kept, _ = SmallState.of(body).local(shared.alike, shared.texts)
+    kept, _ = SmallState.of(body).local(shared.common_local, shared.texts)
     assert kept["kept"] == {"best": 0.5, "log": Log.text}
     state.kept.load_state_dict(kept["kept"])
     assert log.text == Log.text
@@ -123,7 +124,7 @@ def test_a_last_checkpoint_has_what_an_ordinary_one_has() -> None:
     reader, image = SmallStateReader(state), state.image()
     local, shared = reader.local(), reader.shared()
     assert shared_tree(large_state(state)[0], shared, {}).keys() == image.shared.keys()
-    kept, _ = SmallState.of(of_rank(local)).local(shared.alike, shared.texts)
+    kept, _ = SmallState.of(of_rank(local)).local(shared.common_local, shared.texts)
     assert image.local.keys() - kept.keys() == {"object_buffers"}, "where there are such, no last snapshot is made"
 
 
@@ -149,7 +150,7 @@ def test_a_sum_is_told_at_a_steps_end_and_not_in_its_backward() -> None:
     assert at_end == early
     bodies = [of_rank(early), of_rank(at_end, told_at_end(state))]
     assert same_but_for_next(*bodies)
-    kept = [SmallState.of(body).local(reader.shared().alike, {})[0]["kept"] for body in bodies]
+    kept = [SmallState.of(body).local(reader.shared().common_local, {})[0]["kept"] for body in bodies]
     assert kept[0] == {"best": 0.5}
     state.kept.load_state_dict(state.kept.state_dict())  # as a checkpoint has it
     assert kept[1] == tree.encode(state.kept.state_dict(), "local/kept", {})
@@ -184,7 +185,9 @@ def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> N
 
     def write(text: str) -> object:
         bodies = {1: of_rank(local)}
-        return HostWrite(SlotPaths(memory), bodies, reader.shared().alike, {"log": text}).write_part(SLOTS[0], ())
+        return MarksWriter(SlotPaths(memory), bodies, reader.shared().common_local, {"log": text}).write_part(
+            SLOTS[0], ()
+        )
 
     assert write(log.text)
     assert write(f"another one's line\n{log.text}")

@@ -42,18 +42,18 @@ from rollback.train.comm.pulse import Pulse
 from rollback.train.data import rng
 from rollback.train.data.rng import RawRandom, tree_of
 from rollback.train.incidents import rewinder as returns
-from rollback.train.last_snapshot import survivor, write
+from rollback.train.last_snapshot import survivor, writers
 from rollback.train.last_snapshot.device import NO_DEVICE
-from rollback.train.last_snapshot.early import TRIED, EarlyMarks, of_living
+from rollback.train.last_snapshot.early import TRIED, EarlyMarks, early_of_living
 from rollback.train.last_snapshot.hosts import Hosts
 from rollback.train.last_snapshot.membership import join
 from rollback.train.last_snapshot.peers import Peers
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import LocalState, SmallState, split
-from rollback.train.last_snapshot.write import NotProved
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.state import tree
-from rollback.train.state.held import HeldState
+from rollback.train.state.state_copy import StateCopy
 from rollback.train.updates.optimizer import Updates
 
 TOY = Toy(samples=120, augment=True, patient=False)
@@ -136,7 +136,7 @@ def test_no_update_begins_before_the_beat_of_the_step_before_is_there(tmp_path: 
     def act(guard: rollback.Guard) -> None:
         class Sum:
             def wait(self) -> None:
-                stood.append(bool(guard._loop.last_snapshot._held.still))
+                stood.append(bool(guard._loop.last_snapshot._standing.still))
 
         guard._loop.judge._pulse._work = cast(Any, Sum())
 
@@ -275,7 +275,7 @@ def test_ranks_with_other_buffers_keep_nothing(tmp_path: Path, memory: Path, oth
         local = last._small_state.local()
         del model.late
         second = as_one_of_two(guard, other, ended=False)
-        second.write(last._held.newest.end, local.body({}, last._pulse.sent()), local.stays)
+        second.write(last._standing.newest.end, local.body({}, last._pulse.sent()), local.unchanging)
         kill(other)
         keep(guard)
         guard._loop.run.ranks.world_size = 1
@@ -358,7 +358,7 @@ def test_a_change_during_the_copy_is_noticed(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr("rollback.train.last_snapshot.keeper._SETTLE", 0.05)
-    ordinary = write.write_shard
+    ordinary = writers.write_shard
 
     def and_change(guard: rollback.Guard, *given: Any) -> Any:
         weight = next(guard._loop.state.model.parameters())
@@ -373,7 +373,7 @@ def test_a_change_during_the_copy_is_noticed(
         return ordinary(*given)
 
     def act(guard: rollback.Guard) -> None:
-        monkeypatch.setattr(write, "write_shard", lambda *given: and_change(guard, *given))
+        monkeypatch.setattr(writers, "write_shard", lambda *given: and_change(guard, *given))
         keep(guard)
 
     (account,) = kept(tmp_path / "run", memory, act)
@@ -386,7 +386,7 @@ def test_a_change_during_the_copy_is_noticed(
 def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ordinary, writing, ended = write.write_shard, threading.Event(), threading.Event()
+    ordinary, writing, ended = writers.write_shard, threading.Event(), threading.Event()
 
     def write_slowly(*given: Any) -> Any:
         written = ordinary(*given)
@@ -395,7 +395,7 @@ def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
         return written
 
     def act(guard: rollback.Guard) -> None:
-        monkeypatch.setattr(write, "write_shard", write_slowly)
+        monkeypatch.setattr(writers, "write_shard", write_slowly)
         thread = threading.Thread(target=keep, args=(guard,))
         threads.append(thread)
         thread.start()
@@ -423,7 +423,7 @@ def test_nothing_stands_while_a_step_is_judged_though_its_update_was_dropped(
     send = Pulse.send
 
     def watched(pulse: Pulse, *given: Any) -> None:
-        stands.append(guards[0]._loop.last_snapshot._held.still)
+        stands.append(guards[0]._loop.last_snapshot._standing.still)
         send(pulse, *given)
 
     monkeypatch.setattr(Pulse, "send", watched)
@@ -451,7 +451,7 @@ def test_nothing_stands_within_a_return_and_what_follows_it_are_other_steps(
 
     def watched(what: str, ordinary: Callable[..., Any]) -> Callable[..., Any]:
         def go_back(*given: Any) -> Any:
-            assert not guards[0]._loop.last_snapshot._held.still, what
+            assert not guards[0]._loop.last_snapshot._standing.still, what
             within.append(what)
             return ordinary(*given)
 
@@ -460,10 +460,10 @@ def test_nothing_stands_within_a_return_and_what_follows_it_are_other_steps(
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
         guards.append(guard)
-        ends.append(guard._loop.last_snapshot._held.newest.end._replace(timeline=0))
+        ends.append(guard._loop.last_snapshot._standing.newest.end._replace(timeline=0))
 
     monkeypatch.setattr(returns, "restore", watched("restore", returns.restore))
-    monkeypatch.setattr(HeldState, "put_back", watched("undo", HeldState.put_back))
+    monkeypatch.setattr(StateCopy, "put_back", watched("undo", StateCopy.put_back))
     train(toy.with_settings(fast_tier=str(memory), policy=policy, horizon=10), tmp_path / "run", hook=hook)
     assert set(within) == ways
     assert len({end.step for end in ends}) < len(ends) == len({*ends})
@@ -479,7 +479,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
     """Another rank, with a mark of the same step's end. The guard itself stays alone in the end. ended: else that rank
     has come to the step's end before, and has told early of this one."""
     last = guard._loop.last_snapshot
-    end = last._held.newest.end
+    end = last._standing.newest.end
     body = end_marks.read_ends(last._paths, 0)[end]
     second = EndMark(last._paths, 1)
     if ended:
@@ -496,8 +496,8 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
 def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other: int, differs: bool) -> None:
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
-        digest = write.together(write.digests_of_parameters(guard._loop.state))
-        second.tell_digest(guard._loop.last_snapshot._held.newest.end, digest ^ differs)
+        digest = writers.combined_digest(writers.digests_of_parameters(guard._loop.state))
+        second.tell_digest(guard._loop.last_snapshot._standing.newest.end, digest ^ differs)
         keep(guard)
         guard._loop.run.ranks.world_size = 1
 
@@ -523,8 +523,10 @@ def test_a_digest_that_another_rank_told_at_another_step_s_end_says_nothing(
     """That rank is stopped, say, and does not answer."""
 
     def act(guard: rollback.Guard) -> None:
-        second, end = as_one_of_two(guard, other), guard._loop.last_snapshot._held.newest.end
-        second.tell_digest(end._replace(returns=1), write.together(write.digests_of_parameters(guard._loop.state)) ^ 1)
+        second, end = as_one_of_two(guard, other), guard._loop.last_snapshot._standing.newest.end
+        second.tell_digest(
+            end._replace(returns=1), writers.combined_digest(writers.digests_of_parameters(guard._loop.state)) ^ 1
+        )
         keep(guard)
         guard._loop.run.ranks.world_size = 1
 
@@ -565,7 +567,7 @@ def test_a_mark_of_another_step_or_of_an_earlier_return_does_not_count(
 
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
-        own = guard._loop.last_snapshot._held.newest.end
+        own = guard._loop.last_snapshot._standing.newest.end
         body = end_marks.read_ends(guard._loop.last_snapshot._paths, 0)[own]
         for number in range(2):
             second.write(own._replace(**end, batch=own.batch + number), body)
@@ -583,23 +585,23 @@ def test_a_state_that_is_not_healthy_is_not_kept(tmp_path: Path, memory: Path) -
     assert "not healthy" in (account.why_not or "") or "not finite" in (account.why_not or "")
 
 
-def test_the_sentinel_is_foreseen_as_it_will_be(tmp_path: Path, memory: Path) -> None:
+def test_the_sentinel_is_judged_ahead_as_it_will_be(tmp_path: Path, memory: Path) -> None:
     """Judged ahead from what the ranks have sent; what the guard itself judges later gives the same."""
 
     def act(guard: rollback.Guard) -> None:
         judge, sentinel = guard._loop.judge, guard._loop.state.sentinel
         before = sentinel.state_dict()
-        foreseen = judge.foresee([judge._pulse.sent()])
-        assert sentinel.state_dict() == before != foreseen.sentinel
-        judge.settle()
-        assert sentinel.state_dict() == foreseen.sentinel == judge.foresee([b""]).sentinel
-        assert foreseen.metric is not None
-        assert json.loads(foreseen.metric) == guard._loop.run.record.recent[-1]
+        judged_ahead = judge.judge_ahead([judge._pulse.sent()])
+        assert sentinel.state_dict() == before != judged_ahead.sentinel
+        judge.judge_pending()
+        assert sentinel.state_dict() == judged_ahead.sentinel == judge.judge_ahead([b""]).sentinel
+        assert judged_ahead.metric is not None
+        assert json.loads(judged_ahead.metric) == guard._loop.run.record.recent[-1]
 
     kept(tmp_path / "run", memory, act)
 
 
-def test_the_sentinel_is_not_foreseen_while_the_step_is_judged(
+def test_the_sentinel_is_not_judged_ahead_while_the_step_is_judged(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether that is under way already, or begins and ends meanwhile."""
@@ -611,22 +613,22 @@ def test_the_sentinel_is_not_foreseen_while_the_step_is_judged(
         def meanwhile(sentinel: Sentinel, *given: Any) -> Any:
             if sentinel is guard._loop.state.sentinel:
                 with pytest.raises(NotProved, match="being judged"):
-                    judge.foresee([judge._pulse.sent()])
+                    judge.judge_ahead([judge._pulse.sent()])
                 tried.append("under way")
             elif not tried:
-                judge.settle()
+                judge.judge_pending()
             return update(sentinel, *given)
 
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "update", meanwhile)
             with pytest.raises(NotProved, match="being judged"):
-                judge.foresee([judge._pulse.sent()])
+                judge.judge_ahead([judge._pulse.sent()])
 
     kept(tmp_path / "run", memory, act)
     assert tried == ["under way"]
 
 
-def test_the_sentinel_is_not_foreseen_where_it_changes_while_it_is_copied(
+def test_the_sentinel_is_not_judged_ahead_where_it_changes_while_it_is_copied(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def torn(self: Sentinel, memo: object) -> Any:
@@ -636,7 +638,7 @@ def test_the_sentinel_is_not_foreseen_where_it_changes_while_it_is_copied(
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "__deepcopy__", torn, raising=False)
             with pytest.raises(NotProved, match="being judged"):
-                guard._loop.judge.foresee([guard._loop.judge._pulse.sent()])
+                guard._loop.judge.judge_ahead([guard._loop.judge._pulse.sent()])
 
     kept(tmp_path / "run", memory, act)
 
@@ -706,7 +708,7 @@ def test_a_closed_guard_leaves_no_thread_no_descriptor_and_no_model(tmp_path: Pa
 def test_a_state_is_kept_while_the_loss_stands_out_and_not_where_a_trouble_is_to_be_answered(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, is_kept: bool, judged: bool
 ) -> None:
-    """The sentinel is in the checkpoint, in the middle of what stands out. judged: else the verdict is foreseen."""
+    """The sentinel is in the checkpoint, in the middle of what stands out. judged: else the verdict is judged ahead."""
     update = Sentinel.update
 
     def act(guard: rollback.Guard) -> None:
@@ -714,7 +716,7 @@ def test_a_state_is_kept_while_the_loss_stands_out_and_not_where_a_trouble_is_to
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "update", said)
             if judged:
-                guard._loop.judge.settle()
+                guard._loop.judge.judge_pending()
             keep(guard)
 
     (account,) = kept(tmp_path / "run", memory, act, TOY.with_settings(observe_only=True))
@@ -785,7 +787,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
             tell_early(guard)
         if position != 10:
             return
-        second_end, first_end = (held.end for held in last._held.still)
+        second_end, first_end = (standing.end for standing in last._standing.still)
         second, body = EndMark(last._paths, 1), end_marks.read_ends(last._paths, 0)[first_end]
         if died == "a step further":
             second.write(second_end, end_marks.read_ends(last._paths, 0)[second_end])
@@ -852,12 +854,12 @@ def test_a_rank_that_has_used_more_of_the_processor_than_ever_does_not_count(
 ) -> None:
     mark = EndMark(marks, 1)
     mark.write_early(END, b"body", hold(computed=100, effort=50))
-    assert of_living(marks, 1, END, 150) == b"body"
-    assert of_living(marks, 1, END, 151) is None
-    assert of_living(marks, 1, END, None) is None
-    assert of_living(marks, 1, BEFORE, 150) is None
+    assert early_of_living(marks, 1, END, 150) == b"body"
+    assert early_of_living(marks, 1, END, 151) is None
+    assert early_of_living(marks, 1, END, None) is None
+    assert early_of_living(marks, 1, BEFORE, 150) is None
     mark.leave()
-    assert of_living(marks, 1, END, 150) is None
+    assert early_of_living(marks, 1, END, 150) is None
 
 
 def test_a_survivor_that_is_in_its_next_backward_has_still_told_early_of_the_step_before(
@@ -1221,7 +1223,7 @@ def test_a_rank_that_does_not_write_the_journal_tells_the_one_that_does(
 
     def act(guard: rollback.Guard) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(type(guard._loop.run.ranks), "first", property(lambda _: False))
+            patched.setattr(type(guard._loop.run.ranks), "is_rank_0", property(lambda _: False))
             patched.setattr(end_marks, "ring_bell", lambda paths, rank, why=b"!": rung.append((rank, why)))
             guard._loop.last_snapshot._stop("too much")
         assert end_marks.read_stopped(guard._loop.last_snapshot._paths, 0) == "too much"
@@ -1247,7 +1249,7 @@ def test_on_another_host_it_tells_that_of_rank_0(tmp_path: Path, memory: Path) -
             members.close()
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(type(guard._loop.run.ranks), "first", property(lambda _: False))
+            patched.setattr(type(guard._loop.run.ranks), "is_rank_0", property(lambda _: False))
             elsewhere = replace(members, hosts=cast(Hosts, Elsewhere()), close=close)
             patched.setattr(guard._loop.last_snapshot, "_members", elsewhere)
             guard._loop.last_snapshot._stop("too much")
@@ -1270,7 +1272,7 @@ def test_what_not_all_hosts_have_and_what_is_half_written_is_removed_before_an_a
     fill(held, committed=True)
     for number, committed in ((stray, True), (half, False)):
         fill(number, committed=committed)
-        write.sweep_slots(tier)
+        writers.sweep_slots(tier)
         assert tier.paths.numbers() == [held]
     assert slots.is_committed(tier.paths, held)
     tier.close()
@@ -1367,6 +1369,6 @@ def test_a_write_to_a_moment_counts_beside_whatever_an_optimizer_keeps(beside: A
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], 0.1)
     optimizer.state[weight] = {"momentum_buffer": torch.ones(2)} | ({"beside": beside} if beside else {})
-    before = write.versions_of([weight], optimizer)
+    before = writers.versions_of([weight], optimizer)
     optimizer.state[weight]["momentum_buffer"].mul_(0.5)
-    assert write.versions_of([weight], optimizer) != before
+    assert writers.versions_of([weight], optimizer) != before

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from rollback.facts.history import Case
 from rollback.sentinel import Hint, Observation, Sentinel
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.incidents.decisions import StepMark
-from rollback.train.probe.batches import KEPT_EVERY, MOST, KeptBatch, KeptUpdates
+from rollback.train.incidents.decisions import StepSpan
+from rollback.train.probe.batches import KEPT_EVERY, MOST, ProbeBatch, ProbeUpdates
 from rollback.train.state.kept_values import KeptByScript
 
 
@@ -36,7 +36,7 @@ def nested() -> dict[str, Any]:
 
 def test_a_copy_is_what_was_handed_out_whatever_the_script_does_to_it() -> None:
     batch, untouched = nested(), nested()
-    kept = KeptBatch(batch, MOST, {})
+    kept = ProbeBatch(batch, MOST, {})
     for _ in range(2):  # nor does the script of the first probe change the second
         batch["pair"][0].zero_()
         batch["pair"][1].append(torch.ones(1))
@@ -52,7 +52,7 @@ def test_a_copy_is_what_was_handed_out_whatever_the_script_does_to_it() -> None:
 
 
 def test_with_it_come_the_random_states_of_its_time() -> None:
-    kept = KeptBatch(torch.zeros(1), MOST, {})
+    kept = ProbeBatch(torch.zeros(1), MOST, {})
     drawn = torch.rand(3).tolist(), np.random.rand(2).tolist()
     kept.again()
     assert (torch.rand(3).tolist(), np.random.rand(2).tolist()) == drawn
@@ -72,20 +72,20 @@ def test_with_it_come_the_random_states_of_its_time() -> None:
 )
 def test_what_may_have_more_than_data_is_refused(batch: Any) -> None:
     with pytest.raises(ValueError, match="looked into"):
-        KeptBatch(batch, MOST, {})
+        ProbeBatch(batch, MOST, {})
 
 
 def test_a_batch_that_is_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match="64 MiB"):
-        KeptBatch([torch.zeros(3), np.zeros(1)], 19, {})
-    assert KeptBatch([torch.zeros(3), np.zeros(1)], 20, {}).nbytes == 20
+        ProbeBatch([torch.zeros(3), np.zeros(1)], 19, {})
+    assert ProbeBatch([torch.zeros(3), np.zeros(1)], 20, {}).nbytes == 20
 
 
 class Steps:
     """A settled sentinel, and updates that are kept."""
 
     def __init__(self) -> None:
-        self.kept, self.sentinel = KeptUpdates(), Sentinel()
+        self.kept, self.sentinel = ProbeUpdates(), Sentinel()
         for step in range(100):
             self.sentinel.update(Observation(step, 1 + math.exp(-step / 10) + 0.01 * (-1) ** step, 1.0))
         assert self.sentinel.settled_level is not None
@@ -96,8 +96,8 @@ class Steps:
         for step in steps:
             for _ in range(batches):
                 self.kept.keep(step, torch.zeros(2) if odd is None else odd, KeptByScript())
-            mark = StepMark(step, step, step, per_step, Hint.NONE, batches=batches)
-            self.kept.judged(mark, loss, self.sentinel)
+            span = StepSpan(step, step, step, per_step, Hint.NONE, batches=batches)
+            self.kept.judged(span, loss, self.sentinel)
 
     def newest(self, before: int = 10_000) -> int | None:
         update = self.kept.before(before)
@@ -118,7 +118,7 @@ def test_only_what_was_judged_is_of_use() -> None:
     steps.kept.keep(0, torch.zeros(1), KeptByScript())
     steps.kept.keep(1, torch.zeros(1), KeptByScript())  # the next batch comes before the verdict
     assert steps.newest() is None
-    steps.kept.judged(StepMark(0, 0, 0, 1, Hint.NONE), 1.0, steps.sentinel)
+    steps.kept.judged(StepSpan(0, 0, 0, 1, Hint.NONE), 1.0, steps.sentinel)
     assert steps.newest() == 0
 
 

@@ -23,7 +23,7 @@ from warm_server import WarmPopen
 from rollback.environment import ENV_SUPERVISOR
 from rollback.system.processes import name_process
 from rollback.train.data.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
-from rollback.train.process.stopping import Departure, StopRequest
+from rollback.train.process.stopping import ExitOrder, StopRequest
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LIMIT = 30.0
@@ -288,7 +288,7 @@ def test_a_rank_that_ends_for_want_of_torchrun_says_whether_the_supervisor_lives
 
 
 def test_who_was_not_told_to_leave_stays() -> None:
-    Departure().require_none()
+    ExitOrder().require_none()
 
 
 @pytest.mark.parametrize("supervised", [True, False])
@@ -300,9 +300,9 @@ def test_a_rank_that_does_not_leave_is_ended_again_and_then_by_force_under_a_sup
 
     monkeypatch.setenv(ENV_SUPERVISOR, "1" if supervised else "")
     monkeypatch.setattr(os, "_exit", by_force)
-    departure = Departure()
-    departure.note(SystemExit(75))
+    exit_order = ExitOrder()
+    exit_order.note(SystemExit(75))
     with pytest.raises(SystemExit, match="75"):
-        departure.require_none()
+        exit_order.require_none()
     with pytest.raises(ProcessLookupError if supervised else SystemExit, match="75"):
-        departure.require_none()
+        exit_order.require_none()

@@ -17,7 +17,7 @@ from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.restore import reads
-from rollback.train.restore.reader import rooms
+from rollback.train.restore.reader import targets
 from rollback.train.restore.restore import restore
 from rollback.train.sharded import local_of
 from rollback.train.snapshots.buffers import FastTier
@@ -63,7 +63,7 @@ def test_a_checkpoint_is_verified_with_all_of_them(place: str, tmp_path: Path, m
     snapshots.await_ready(saved.image())
     flight = snapshots.start_snapshot(saved.image(), step=7, batch=7, epoch=0, timeline=0)
     name = flight.manifest.name
-    landing = snapshots.settle()
+    landing = snapshots.await_landing()
     assert landing is not None
     assert landing.committed
 
@@ -107,7 +107,7 @@ def test_where_each_rank_has_its_shard_alone_all_are_told_of_what_is_not_sharded
         snapshots.memory.use_slots(1)
         snapshots.await_ready(saved.image())
         flight = snapshots.start_snapshot(saved.image(), step=7, batch=7, epoch=0, timeline=0)
-        snapshots.settle()
+        snapshots.await_landing()
         ranks.host_count = 2
         told.clear()
         place = CheckpointPlace(owned.slot(flight.slot or 0), paths, in_slot=True)
@@ -125,14 +125,16 @@ def test_what_an_object_keeps_is_read_to_the_device_of_its_own() -> None:
     live = {"shared/model/weight": torch.ones(2)}
     there = torch.empty(3, device="meta")
     found = dict.fromkeys(("shared/objects/average/0", "shared/optimizer/param_groups/0/lr"), there)
-    room = rooms(live, {**found, "shared/optimizer/state/0/step": there, "shared/objects/other": torch.ones(3)}.get)
-    assert room("shared/model/weight", ("F32", (2,))) is live["shared/model/weight"]
+    target_of = targets(
+        live, {**found, "shared/optimizer/state/0/step": there, "shared/objects/other": torch.ones(3)}.get
+    )
+    assert target_of("shared/model/weight", ("F32", (2,))) is live["shared/model/weight"]
     for name in found:
-        made = room(name, ("F32", (5,)))
+        made = target_of(name, ("F32", (5,)))
         assert made is not None
         assert (made.device, made.shape) == (there.device, (5,))
     for name in ("shared/optimizer/state/0/step", "shared/objects/other", "local/kept/seen"):
-        assert room(name, ("F32", (3,))) is None, "an optimizer puts its own in place, and the host's is the rule"
+        assert target_of(name, ("F32", (3,))) is None, "an optimizer puts its own in place, and the host's is the rule"
 
 
 def test_the_groups_of_an_optimizer_have_a_place() -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
 from rollback.train.restore import reads
-from rollback.train.restore.reads import DeviceRead, _Way, read_to_devices
+from rollback.train.restore.reads import DeviceRead, _DeviceCopier, read_to_devices
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.state import tree
 
 TENSORS = {
-    "less than a room": torch.randn(5, 7),
+    "less than a buffer": torch.randn(5, 7),
     "as much as one": torch.randn(64),
     "more than two": torch.randn(3, 90, dtype=torch.float64),
     "odd": torch.randint(0, 255, (333,), dtype=torch.uint8),
@@ -28,7 +28,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_the_tensors_are_those_of_the_shard(tmp_path: Path, in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "_ROOM", 256)
+    monkeypatch.setattr(reads, "_BUFFER_BYTES", 256)
     path = tmp_path / "shard"
     written = write_shard(path, [piece(name, item) for name, item in TENSORS.items()], {})
     memory = memoryview(bytearray(path.read_bytes())) if in_memory else None
@@ -65,7 +65,7 @@ def test_a_thread_that_reads_names_its_device_before_its_stream(
     path, item = tmp_path / "shard", torch.randn(5)
     written = write_shard(path, [piece("x", item)], {})
     with ShardReader(path, written, memory=memoryview(bytearray(path.read_bytes()))) as shard:
-        _Way(torch.device("cuda", 1)).fill(DeviceRead(shard, "x", target := torch.zeros(5)))
+        _DeviceCopier(torch.device("cuda", 1)).fill(DeviceRead(shard, "x", target := torch.zeros(5)))
     assert torch.equal(target, item)
     assert entered == ["cuda:1", "stream of cuda:1"]
 

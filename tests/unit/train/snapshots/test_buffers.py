@@ -29,7 +29,7 @@ def sizes(tier: FastTier) -> dict[int, int]:
 
 def test_only_the_next_slot_is_made_ready(tier: FastTier) -> None:
     tier.fit(SIZE, None)
-    tier.settle()
+    tier.await_slots()
     assert sizes(tier) == {0: SIZE}
     assert tier.ready()
     assert tier.reserve()[0] == 0
@@ -41,7 +41,7 @@ def test_only_the_next_slot_is_made_ready(tier: FastTier) -> None:
 
 def test_a_slot_that_was_made_ready_for_less_is_made_anew(tier: FastTier) -> None:
     tier.fit(SIZE, None)
-    tier.settle()
+    tier.await_slots()
     tier.fit(2 * SIZE, None)
     tier.wait(30)
     assert tier.reserve()[1].size == 2 * SIZE
@@ -67,7 +67,7 @@ def test_a_map_whose_file_has_lost_its_name_is_not_used_again(tier: FastTier) ->
     tier.wait(30)
     tier.reserve()
     tier.release(0)
-    tier.settle()
+    tier.await_slots()
     (tier.paths.slot(0) / "rank-00000.safetensors").unlink()
     tier.fit(SIZE, None)
     tier.wait(30)
@@ -100,7 +100,7 @@ def test_who_lets_a_checkpoint_go_is_told_whether_it_was_there_until_then(tier: 
     assert not tier.has_checkpoint(1)
     for number in range(2):
         tier.release(number, told.append)
-    tier.settle()
+    tier.await_slots()
     assert told == [True, False]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.capture import share_of
-from rollback.train.snapshots.in_flight import Letter, Letters, Written
+from rollback.train.snapshots.in_flight import ShardReport, ShardReports, Written
 from rollback.train.state.image import Image
 
 
@@ -62,7 +62,7 @@ def test_the_digest_that_a_device_makes_does_not_depend_on_where_a_tensor_lies(s
 @given(sizes=st.lists(st.sampled_from([0, 1, 3, 1 << 17]), max_size=50), first=st.integers(0, 10_000))
 def test_all_tensors_of_objects_have_their_turn_and_no_turn_takes_long(sizes: list[int], first: int) -> None:
     tensors = {f"{place:03d}": torch.full((size, 2), place) for place, size in enumerate(sizes)}
-    turns = [drift.sample(tensors, turn) for turn in range(first, first + 2 * len(sizes) + 1)]
+    turns = [drift.spot_check(tensors, turn) for turn in range(first, first + 2 * len(sizes) + 1)]
     places = {int(item[0]) for turn in turns for item in turn if len(item)}
     assert places == {place for place, size in enumerate(sizes) if size}
     assert all(len(turn) <= 16 and sum(item.nbytes for item in turn) <= 4 << 20 for turn in turns)
@@ -74,24 +74,24 @@ def test_what_the_optimizer_keeps_is_compared_too_a_few_tensors_in_turn(turn: in
     kept = ("exp_avg", "exp_avg_sq", "step")
     tensors = {f"shared/optimizer/state/{place}/{name}": torch.ones(2) for place in range(5) for name in kept}
     tensors |= {"shared/model/weight": torch.ones(2), "shared/objects/average/weight": torch.ones(2)}
-    two = cast(Ranks, SimpleNamespace(rank=0, world_size=2, first=True))
+    two = cast(Ranks, SimpleNamespace(rank=0, world_size=2, is_rank_0=True))
     share = share_of(Image({}, {}, tensors, {}, {}, {}), two, turn=turn)
     assert [*share.replicas] == ["shared/model/weight"]
-    names = [name for item in share.sample for name, one in tensors.items() if one.data_ptr() == item.data_ptr()]
+    names = [name for item in share.spot_check for name, one in tensors.items() if one.data_ptr() == item.data_ptr()]
     assert "shared/objects/average/weight" in names
     assert len(names) == 4
     assert any("exp_avg" in name for name in names)
 
 
 @given(st.integers(8, 2**52), st.integers(0, 2**128 - 1), *[st.integers(0, 2**52 - 1)] * 3)
-def test_a_letter_arrives_as_it_was_written_through_floats(
+def test_a_shard_report_arrives_as_it_was_written_through_floats(
     size: int, number: int, digest: int, place: int, held: int
 ) -> None:
-    letter = Letter(Written(size, f"{number:032x}"), digest, part=(place, held), sample=held)
-    arrived = Letters(torch.tensor([letter.words()], dtype=torch.float64).long())
-    assert [shard.written for shard in arrived.shards()] == [letter.written]
+    report = ShardReport(Written(size, f"{number:032x}"), digest, part=(place, held), spot_check=held)
+    arrived = ShardReports(torch.tensor([report.words()], dtype=torch.float64).long())
+    assert [shard.written for shard in arrived.shards()] == [report.written]
     assert (arrived.digests.tolist(), arrived.parts.tolist()) == ([digest], [[place, held]])
-    assert arrived.samples.tolist() == [held]
+    assert arrived.spot_checks.tolist() == [held]
 
 
 @pytest.mark.parametrize(

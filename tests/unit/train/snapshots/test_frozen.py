@@ -55,7 +55,7 @@ class OneRank:
             self.snapshots.fit_memory(state.image())
         self.snapshots.await_ready(state.image())
         self.snapshots.start_snapshot(state.image(), step=step, batch=step, epoch=0, timeline=0)
-        landing = self.snapshots.settle()
+        landing = self.snapshots.await_landing()
         assert landing is not None
         return landing
 

@@ -11,8 +11,8 @@ from checkpoints import manifest_of
 from rollback.checkpoints.format.shard import Written
 from rollback.train.snapshots.in_flight import (
     TRANSITIONS,
-    Letter,
-    Letters,
+    ShardReport,
+    ShardReports,
     SnapshotEvent,
     SnapshotInFlight,
     SnapshotStage,
@@ -67,9 +67,9 @@ def test_a_snapshot_that_fails_knows_why_and_waits_for_its_thread_no_more() -> N
 
 
 @given(st.integers(8, 2**50), st.binary(min_size=16, max_size=16), st.integers(0, 2**52 - 1), st.integers(0, 9))
-def test_a_letter_arrives_as_it_was_written(size: int, digest: bytes, parameters: int, nonfinite: int) -> None:
-    letter = Letter(Written(size, digest.hex()), parameters, nonfinite)
-    assert all(0 <= word < 2**53 for word in letter.words())
-    letters = Letters(torch.tensor([letter.words(), letter.words()]))
-    assert [shard.written for shard in letters.shards()] == [letter.written] * 2
-    assert (letters.digests.tolist(), letters.nonfinite.tolist()) == ([parameters] * 2, [nonfinite] * 2)
+def test_a_shard_report_arrives_as_it_was_written(size: int, digest: bytes, parameters: int, nonfinite: int) -> None:
+    report = ShardReport(Written(size, digest.hex()), parameters, nonfinite)
+    assert all(0 <= word < 2**53 for word in report.words())
+    reports = ShardReports(torch.tensor([report.words(), report.words()]))
+    assert [shard.written for shard in reports.shards()] == [report.written] * 2
+    assert (reports.digests.tolist(), reports.nonfinite.tolist()) == ([parameters] * 2, [nonfinite] * 2)

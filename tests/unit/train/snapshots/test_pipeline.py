@@ -53,14 +53,15 @@ class TwoRanks:
         for one in self.ranks:
             one.wait()
         said: list[Signs] = [one.signs() for one in self.ranks]
+        reports = [sign.shard_report for sign in said if sign.shard_report]
         reduced = Beat(
-            loss=None, grad_norm=None, ailing=(), stop=False, scaler_skipped=False,
+            loss=None, grad_norm=None, nonfinite_ranks=(), stop=False, scaler_skipped=False,
             shard_written=sum(sign.shard_written for sign in said),
             shard_failed=sum(sign.shard_failed for sign in said),
             committed=sum(sign.committed for sign in said), torn=sum(sign.torn for sign in said),
             ready=sum(sign.ready for sign in said), tier_failed=sum(sign.tier_failed for sign in said),
             outgrown=sum(sign.outgrown for sign in said),
-            letters=torch.tensor(letters) if (letters := [sign.letter for sign in said if sign.letter]) else None,
+            shard_reports=torch.tensor(reports) if reports else None,
         )  # fmt: skip
         return [one.advance(reduced) for one in self.ranks]
 

@@ -28,8 +28,8 @@ class Several:
 
     def __init__(self, *others: list[Any], here: list[int], rank: int = 0, hosts: int = 1) -> None:
         self.rank, self.on_this_host, self.host_count = rank, here, hosts
-        self.first, self.first_of_host = rank == 0, rank == here[0]
-        self.first_in_directory = self.first
+        self.is_rank_0, self.first_of_host = rank == 0, rank == here[0]
+        self.first_in_directory = self.is_rank_0
         self._others = list(others)
         self.asked: list[Any] = []
 

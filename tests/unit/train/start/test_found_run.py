@@ -111,7 +111,7 @@ class TwoHosts:
         snapshots.memory.use_slots(1)
         snapshots.await_ready(image)
         name = snapshots.start_snapshot(image, step=7, batch=7, epoch=0, timeline=0).manifest.name
-        landing = snapshots.settle()
+        landing = snapshots.await_landing()
         assert landing is not None
         assert landing.committed
         snapshots.close()

@@ -151,7 +151,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture
 def record(paths: RunPaths) -> Iterator[Recorder]:
-    record = Recorder(paths, 2, first=True)
+    record = Recorder(paths, 2, is_rank_0=True)
     yield record
     record.close()
 
@@ -174,7 +174,7 @@ def commit(tier: SlotPaths, number: int, seq: int) -> None:
 
 
 def history_of(paths: RunPaths, *facts: Fact) -> History:
-    record = Recorder(paths, 1, first=True)
+    record = Recorder(paths, 1, is_rank_0=True)
     for fact in facts:
         record.note(fact)
     record.close()

@@ -15,8 +15,8 @@ from toy import flat, require_same
 
 from rollback.sentinel import Sentinel
 from rollback.train.data.cursor import cursor_for
-from rollback.train.state.held import HeldState
 from rollback.train.state.state import TrainingState
+from rollback.train.state.state_copy import StateCopy
 
 X = torch.randn(12, 8, 4, generator=torch.Generator().manual_seed(1))
 Optimizer = torch.optim.Optimizer
@@ -179,7 +179,7 @@ def test_it_goes_on_as_if_nothing_had_been(kind: str) -> None:
     torch.manual_seed(0)
     job = JOBS[kind]()
     job.train(range(6))
-    kept, held = through_disk(job.state.image()), HeldState(job.state)
+    kept, held = through_disk(job.state.image()), StateCopy(job.state)
     job.train(range(6, 12))
     expected = job.portrait()
     held.put_back(job.state)

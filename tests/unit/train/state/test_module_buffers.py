@@ -11,9 +11,9 @@ from torch.nn.utils import prune
 from rollback.errors import RunDoesNotFit
 from rollback.sentinel import Sentinel
 from rollback.train.data.cursor import cursor_for
-from rollback.train.state.held import HeldState
-from rollback.train.state.module_buffers import match, not_kept
+from rollback.train.state.module_buffers import not_kept, register_buffers
 from rollback.train.state.state import TrainingState
+from rollback.train.state.state_copy import StateCopy
 
 
 class Model(nn.Module):
@@ -202,7 +202,7 @@ def test_a_buffer_of_a_module_that_is_not_there_is_named() -> None:
     model(torch.ones(3, 2))
     image = through_disk(state_of(model).image())
     with pytest.raises(RunDoesNotFit, match=r"the checkpoint has the buffer 'inner\.mean'"):
-        match(nn.ModuleDict({"outer": nn.Linear(1, 1)}), image[1]["buffers"], {}, ())
+        register_buffers(nn.ModuleDict({"outer": nn.Linear(1, 1)}), image[1]["buffers"], {}, ())
 
 
 def test_a_module_that_makes_its_state_dict_itself_loads_itself() -> None:
@@ -322,7 +322,7 @@ def test_a_buffer_that_is_a_part_of_a_batch_now_is_restored_without_a_write_to_t
     data = torch.arange(12.0).reshape(3, 2, 2)
     untouched, state = data.clone(), state_of(RemembersTheLast())
     state.model(data[0])
-    held, kept = HeldState(state), through_disk(state.image())
+    held, kept = StateCopy(state), through_disk(state.image())
     for put_back in (lambda: held.put_back(state), lambda: state.load(*kept)):
         state.model(data[2])
         put_back()

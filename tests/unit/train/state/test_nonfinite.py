@@ -46,20 +46,20 @@ def test_what_was_so_at_the_beginning_is_left_alone_for_good_and_another_kind_is
     one = check()
     one.accept(one.begin(buffers(-math.inf)))
     assert one.left_alone == {"local/buffers/b": "Inf"}
-    assert one.found(buffers(1.0)) == one.found(buffers(math.inf)) == {}
-    assert one.found(buffers(math.inf, math.nan)) == {"local/buffers/b": "NaN and Inf"}
-    assert one.found(buffers(math.nan)) == {"local/buffers/b": "NaN"}
+    assert one.newly_nonfinite(buffers(1.0)) == one.newly_nonfinite(buffers(math.inf)) == {}
+    assert one.newly_nonfinite(buffers(math.inf, math.nan)) == {"local/buffers/b": "NaN and Inf"}
+    assert one.newly_nonfinite(buffers(math.nan)) == {"local/buffers/b": "NaN"}
 
 
 def test_a_buffer_that_comes_later_may_be_infinite_and_an_optimizer_s_state_may_not() -> None:
     one = check()
     one.accept(one.begin(buffers(1.0)))
     mask = buffers(1.0, mask=torch.tensor([0.0, -math.inf]))
-    assert one.found(mask) == one.found(mask) == {}
-    assert one.found(buffers(1.0, other=torch.tensor([math.nan]))) == {"local/buffers/other": "NaN"}
+    assert one.newly_nonfinite(mask) == one.newly_nonfinite(mask) == {}
+    assert one.newly_nonfinite(buffers(1.0, other=torch.tensor([math.nan]))) == {"local/buffers/other": "NaN"}
     state = {"shared/optimizer/state/0/exp_avg_sq": torch.tensor([math.inf])}
-    assert one.found(state) == {"shared/optimizer/state/0/exp_avg_sq": "Inf"}
-    assert one.found({"local/random/torch": torch.tensor([math.nan])}) == {}, "that is nobody's number"
+    assert one.newly_nonfinite(state) == {"shared/optimizer/state/0/exp_avg_sq": "Inf"}
+    assert one.newly_nonfinite({"local/random/torch": torch.tensor([math.nan])}) == {}, "that is nobody's number"
 
 
 def test_ranks_agree_on_all_that_any_of_them_has_found() -> None:

@@ -15,9 +15,9 @@ from rollback.sentinel import Hint, Sentinel
 from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots.capture import owners
 from rollback.train.state import tree
-from rollback.train.state.held import HeldState
 from rollback.train.state.image import Image
 from rollback.train.state.state import TrainingState
+from rollback.train.state.state_copy import StateCopy
 
 
 def state_of(seed: int, **objects: Any) -> TrainingState:
@@ -118,7 +118,7 @@ def test_what_an_optimizer_keeps_of_no_parameter_comes_back() -> None:
 
     one, fresh = of(1), of(2)
     one.optimizer.step()
-    held = HeldState(one)
+    held = StateCopy(one)
     fresh.load(*through_disk(one.image()))
     for _ in range(2):
         one.optimizer.step()

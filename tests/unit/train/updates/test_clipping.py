@@ -77,7 +77,7 @@ def test_an_update_that_is_clipped_reads_its_gradients_once(
         optimizer.step()
         assert clipping._Lent.same_as_torch is (True if update >= compared_at else None)
         assert updates.gradients is not None
-        assert float(updates.gradients.kept) == pytest.approx(1 / float(norm), rel=1e-4)  # type: ignore[arg-type]
+        assert float(updates.gradients.clip_factor) == pytest.approx(1 / float(norm), rel=1e-4)  # type: ignore[arg-type]
         del passes[:]
         assert torch.equal(norm, nn.utils.get_total_norm(before)), "of tensors that nobody has measured"
         assert passes == [6]
@@ -219,7 +219,7 @@ def test_whatever_is_clipped_in_each_update_its_norm_is_that_of_what_was_clipped
         optimizer.step()
         assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
         if handled is clip:
-            assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-5)  # type: ignore[union-attr, arg-type]
+            assert float(updates.gradients.clip_factor) == pytest.approx(1 / norm, rel=1e-5)  # type: ignore[union-attr, arg-type]
         updates.forget()
 
 
@@ -245,7 +245,7 @@ def test_gradients_that_are_scaled_once_more_behind_clipping_are_smaller_by_both
     for parameter in model.parameters():
         parameter.grad.mul_(0.25)  # type: ignore[union-attr]
     optimizer.step()
-    assert float(updates.gradients.kept) == pytest.approx(0.25 / norm, rel=1e-5)  # type: ignore[union-attr, arg-type]
+    assert float(updates.gradients.clip_factor) == pytest.approx(0.25 / norm, rel=1e-5)  # type: ignore[union-attr, arg-type]
 
 
 @pytest.mark.parametrize("once_more", [0.5, math.inf])  # Inf: to log what is left
@@ -260,7 +260,7 @@ def test_an_update_that_is_clipped_twice_is_told_as_before_the_first(once_more: 
         optimizer.step()
         assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
         kept = min(once_more, 1.0) / norm
-        assert float(updates.gradients.kept) == pytest.approx(kept, rel=1e-5)  # type: ignore[union-attr, arg-type]
+        assert float(updates.gradients.clip_factor) == pytest.approx(kept, rel=1e-5)  # type: ignore[union-attr, arg-type]
         updates.forget()
 
 
@@ -325,7 +325,7 @@ def test_another_model_is_clipped_by_itself_and_together_with_this_one(passes: l
     norm, of_other = clip(model), norm_of_gradients(other)
     assert clip(other) == of_other
     optimizer.step()
-    assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-5)  # type: ignore[union-attr, arg-type]
+    assert float(updates.gradients.clip_factor) == pytest.approx(1 / norm, rel=1e-5)  # type: ignore[union-attr, arg-type]
     updates.forget()
     optimizer.zero_grad()
     backward(model)
@@ -417,7 +417,7 @@ def test_gradients_that_are_views_of_buckets_are_told_as_before_clipping(
         norm = clip(model) if by == "torch" else clip_by_hand(model)
         optimizer.step()
         assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
-        assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
+        assert float(updates.gradients.clip_factor) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
         updates.forget()
 
 
@@ -450,7 +450,7 @@ def test_views_of_a_bucket_that_were_not_written_to_alike_are_measured_as_they_a
     clip_a_part(model)
     optimizer.step()
     assert updates.gradients is not None
-    assert updates.gradients.kept is None
+    assert updates.gradients.clip_factor is None
     assert float(updates.gradients.total) == pytest.approx(norm_of_gradients(model))
 
 
@@ -488,7 +488,7 @@ def test_the_end_of_a_backward_within_a_backward_is_not_taken_for_that_of_the_wh
         norm = clip(model) if by == "torch" else clip_by_hand(model)
         optimizer.step()
         assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
-        assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
+        assert float(updates.gradients.clip_factor) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
         updates.forget()
 
 
@@ -507,7 +507,7 @@ def test_a_script_that_freezes_its_first_layers_later_is_still_measured_before_c
         norm = clip(model_now) if by == "torch" else clip_by_hand(model_now)
         optimizer.step()
         assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
-        assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
+        assert float(updates.gradients.clip_factor) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
         updates.forget()
 
 
@@ -551,9 +551,9 @@ def test_complex_gradients_have_the_norm_that_clipping_takes(
     optimizer.step()
     found = updates.gradients
     assert found is not None
-    assert found.kept is not None
+    assert found.clip_factor is not None
     assert float(found.total) == pytest.approx(norm, nan_ok=True)
-    assert float(found.kept) == pytest.approx(1 / norm, rel=1e-4, nan_ok=True)
+    assert float(found.clip_factor) == pytest.approx(1 / norm, rel=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_with_a_closure_the_norm_is_of_the_gradients_that_it_made(by_name: bool)
         assert updates.grad_norm is not None
         assert float(updates.grad_norm) == pytest.approx((2 * factor**2 + 1) ** 0.5)
         assert updates.gradients is not None
-        assert updates.gradients.kept is not None
+        assert updates.gradients.clip_factor is not None
         updates.forget()
 
 

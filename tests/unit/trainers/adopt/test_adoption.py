@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from rollback.errors import EARLY, UsageError
 from rollback.train.guard import Guard
-from rollback.train.process.stopping import Departure
+from rollback.train.process.stopping import ExitOrder
 from rollback.trainers.adopt import hooks
 from rollback.trainers.adopt.adoption import Adopted, Adoption
 from rollback.trainers.adopt.adoption_state import ScriptEvent
@@ -58,7 +58,7 @@ def test_batches_of_another_loader_come_from_an_iterator_with_all_that_it_has() 
         def _shutdown_workers(self) -> None:
             ended.append(True)
 
-    guard = cast(Guard, SimpleNamespace(departure=Departure()))
+    guard = cast(Guard, SimpleNamespace(exit_order=ExitOrder()))
     adoption._adopted = Adopted(guard, model, cast(Optimizer, None), [], None, None)
     loader: DataLoader[int] = DataLoader([5])  # type: ignore[arg-type]
     batches = adoption.iterate_prepared(lambda _: Batches(), loader)

@@ -786,7 +786,7 @@ def test_workers_have_the_seeds_that_they_would_have_without_us_also_after_a_res
 
 
 class Recorded:
-    """A witness that knows what a cursor has handed out."""
+    """A comparer that knows what a cursor has handed out."""
 
     def __init__(self) -> None:
         self.digests: dict[int, int | None] = {}
@@ -819,25 +819,25 @@ def test_a_resumed_process_reads_the_batch_before_its_position_again(workers: in
     def loader(by: int = 0) -> Cursor:
         return cursor_for(DataLoader(Moving(by, noise), 2, num_workers=workers))
 
-    witness, cursor = Recorded(), loader()
+    comparer, cursor = Recorded(), loader()
     cursor.open_epoch()
     for batch in range(3):
-        witness.digests[batch] = Digest(cursor.next()).value
+        comparer.digests[batch] = Digest(cursor.next()).value
     state, random_states = cursor.state_dict(), rng.capture()
     expected = [repr(cursor.next()) for _ in range(3)]
     cursor.close()
 
     resumed = loader()
-    resumed.witness = witness
+    resumed.comparer = comparer
     resumed.load_state_dict(state)
     rng.restore(random_states)
     assert [repr(resumed.next()) for _ in range(3)] == expected, "and draws nothing by that"
-    assert witness.asked == ([] if noise and not workers else [2])
+    assert comparer.asked == ([] if noise and not workers else [2])
     resumed.close()
 
     if workers or not noise:
         moved = loader(by=1)
-        moved.witness = witness
+        moved.comparer = comparer
         moved.load_state_dict(state)
         with pytest.raises(RunDoesNotFit, match="moved"):
             moved.next()
@@ -871,11 +871,11 @@ def test_a_generator_that_a_collator_makes_at_its_first_call_goes_with_the_posit
     def loader() -> Cursor:
         return cursor_for(DataLoader(Numbers(8), 2, num_workers=workers, collate_fn=Masking()))
 
-    witness, cursor = Recorded(), loader()
+    comparer, cursor = Recorded(), loader()
     cursor.open_epoch()
     first = cursor.state_dict()
     for batch in range(3):
-        witness.digests[batch] = Digest(read(cursor, 1)[0]).value
+        comparer.digests[batch] = Digest(read(cursor, 1)[0]).value
     if place == "between two epochs":
         read(cursor, 1)
         with pytest.raises(StopIteration):
@@ -886,34 +886,34 @@ def test_a_generator_that_a_collator_makes_at_its_first_call_goes_with_the_posit
     rng.restore(random_states)
     assert repr(read(cursor, 5)) == expected, "in the same process"
     cursor.load_state_dict(first)
-    assert [Digest(read(cursor, 1)[0]).value for _ in range(3)] == [*witness.digests.values()], "to its beginning"
+    assert [Digest(read(cursor, 1)[0]).value for _ in range(3)] == [*comparer.digests.values()], "to its beginning"
     cursor.close()
 
     resumed = loader()
-    resumed.witness = witness if place == "in an epoch" else None
+    resumed.comparer = comparer if place == "in an epoch" else None
     resumed.load_state_dict(state)
     rng.restore(random_states)
     assert resumed.state_dict()["data_generators"] == state["data_generators"], "before the first batch is read"
     assert repr(read(resumed, 5)) == expected
-    assert witness.asked == ([2] if workers and resumed.witness else [])
+    assert comparer.asked == ([2] if workers and resumed.comparer else [])
     resumed.close()
 
 
 def test_a_data_set_that_follows_the_epoch_may_give_another_batch_before_an_epoch_s_start() -> None:
     data = Told(8)
-    cursor, witness = cursor_for(DataLoader(data, 2)), Recorded()
-    cursor.witness = witness
+    cursor, comparer = cursor_for(DataLoader(data, 2)), Recorded()
+    cursor.comparer = comparer
     cursor.open_epoch()
     for batch in range(4):
-        witness.digests[batch] = Digest(cursor.next()).value
+        comparer.digests[batch] = Digest(cursor.next()).value
     with pytest.raises(StopIteration):
         cursor.next()
     cursor.open_epoch()
     data.by = 1.0
     cursor.load_state_dict(cursor.state_dict())
     for batch in range(4, 8):
-        witness.digests[batch] = Digest(cursor.next()).value
-    assert witness.asked == [0, 4]
+        comparer.digests[batch] = Digest(cursor.next()).value
+    assert comparer.asked == [0, 4]
 
 
 class Counting(Numbers):
@@ -944,11 +944,11 @@ class Told(Numbers):
 @pytest.mark.parametrize("data", [Counting, InClosure, Told])
 def test_data_that_do_not_come_back_are_refused_behind_the_first_batch_of_a_run(data: Callable[[], Any]) -> None:
     """And not by a rollback in the middle of a night."""
-    told, witness = data(), Recorded()
+    told, comparer = data(), Recorded()
     cursor = cursor_for(DataLoader(told, 2))
-    cursor.witness = witness
+    cursor.comparer = comparer
     cursor.open_epoch()
-    witness.digests[0] = Digest(cursor.next()).value
+    comparer.digests[0] = Digest(cursor.next()).value
     told.by = 0.5
     with pytest.raises(UsageError, match="another one when it is read again"):
         cursor.next()
@@ -970,15 +970,15 @@ def test_data_that_do_not_come_back_are_refused_behind_a_rollback(
     data: Callable[[], Any], back_to: int, passes_over: bool
 ) -> None:
     """Where all batches up to the incident are passed over, the draw log knows none of those that come."""
-    told, witness = data(), Recorded()
+    told, comparer = data(), Recorded()
     cursor = cursor_for(DataLoader(told, 2))
-    cursor.witness = witness
+    cursor.comparer = comparer
     cursor.open_epoch()
     for batch in range(5):
         if batch == back_to:
             state = cursor.state_dict()
         told.by = (batch > 1) * batch / 9
-        witness.digests[batch] = Digest(cursor.next()).value
+        comparer.digests[batch] = Digest(cursor.next()).value
     cursor.load_state_dict(state)
     with pytest.raises(RunDoesNotFit):
         cursor.skip() if passes_over else cursor.next()
@@ -991,12 +991,12 @@ def test_a_batch_that_was_passed_over_is_not_read_again() -> None:
         last = cursor.next()
     state = cursor.state_dict()
     resumed = cursor_for(DataLoader(Numbers(forbidden=frozenset({4})), 2))
-    resumed.witness = Recorded()
-    resumed.witness.digests |= {1: Digest(last).value, 2: 0}
+    resumed.comparer = Recorded()
+    resumed.comparer.digests |= {1: Digest(last).value, 2: 0}
     resumed.load_state_dict(state)
     resumed.skip()
     assert resumed.next().tolist() == [6, 7]
-    assert resumed.witness.asked == [1]
+    assert resumed.comparer.asked == [1]
 
 
 @pytest.mark.parametrize("wrap", [lambda part: part, lambda part: ConcatDataset([part])])

@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from rollback.train.sharded import HeldByFsdp, is_sharded, like_of, local_of, sharded_like
+from rollback.train.sharded import FsdpModules, is_sharded, like_of, local_of, sharded_like
 from rollback.train.state import tree
 from rollback.train.state.image import STILL
 from rollback.train.state.state import TrainingState
 
 
-class HeldState:
+class StateCopy:
     """The present state, copied to the host. Nothing here is collective.
 
     left_out: frozen weights that stay as they are, as far as is known (`FrozenWeights`): a script may write to others
@@ -28,12 +28,12 @@ class HeldState:
         self,
         state: TrainingState,
         left_out: Collection[str] = (),
-        before: "HeldState | None" = None,
+        before: "StateCopy | None" = None,
         *,
         data: bool = True,
     ) -> None:
         image = state.image(data=data)
-        room = before._copies if before is not None else {}
+        reusable = before._copies if before is not None else {}
         self.step, self.batch = state.counters.step, state.cursor.batch
         self._trees = image.shared, image.local
         self._shapes = {name: part.shape for name, part in image.parts.items()}
@@ -41,7 +41,7 @@ class HeldState:
         tensors = {**image.shared_tensors, **image.local_tensors}
         with torch.no_grad():
             for name in tensors.keys() - image.frozen.intersection(left_out):
-                item, free = tensors[name], room.get(name)
+                item, free = tensors[name], reusable.get(name)
                 if free is not None and (free.shape, free.dtype) == (item.shape, item.dtype):
                     self._copies[name] = free.copy_(item)
                 else:
@@ -60,7 +60,7 @@ class HeldState:
                 return frozen
             if present is not None and (present.shape, present.dtype) == (held.shape, held.dtype):
                 return present.copy_(held)
-            own = None if name.startswith(STILL) else find(name)  # as `restore.reader.rooms`
+            own = None if name.startswith(STILL) else find(name)  # as `restore.reader.targets`
             return held.clone() if own is None else held.to(local_of(own).device, copy=True)
 
         def sharded(name: str) -> Tensor:
@@ -73,10 +73,10 @@ class HeldState:
         state.load(tree.decode(shared, plain, sharded), tree.decode(local, plain))
 
 
-class HeldGradients:
+class GradientCopy:
     """The present gradients of these parameters, and those that FSDP2 has not summed yet, copied to the host."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], fsdp: HeldByFsdp) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], fsdp: FsdpModules) -> None:
         self._held = [(p, _on_host(p.grad)) for p in parameters]
         found = ((owner, name, getattr(owner, name)) for owner, name in fsdp.gradients())
         self._not_summed = [(*place, item.device, _on_host(item)) for *place, item in found if item is not None]

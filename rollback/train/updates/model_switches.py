@@ -33,7 +33,7 @@ class _Switches:
         told = "\n".join(name for name, on in zip(self._names, self._first, strict=True) if not on)
         self._digest = xxhash.xxh3_64_hexdigest(told.encode())
 
-    def told(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """A digest of the names for which it was false when this was made, and the names for which it has changed."""
         changed: list[str] = []
         if (now := [*map(self._of, self._things)]) != self._first:
@@ -51,7 +51,7 @@ class _Switches:
                 setattr(thing, self._attribute, on)
 
 
-class WantedGradients:
+class ModelSwitches:
     """Of the parameters and modules that there were when this was made, by name. Nothing here is collective."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -61,14 +61,14 @@ class WantedGradients:
         self.loaded: Mapping[str, Any] | None = None
         """What the last `load` has found; None: an older checkpoint, which has nothing of it."""
 
-    def told(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: of `requires_grad` and of modes what began, and what has changed since; and the names of
         the parameters without a gradient; None: none has one. It is asked at every step's end."""
         without, gradients = None, [*map(_gradient, self._parameters.values())]
         if {*map(type, gradients)} - {type(None)}:
             each = zip(self._parameters, gradients, strict=True)
             without = [name for name, gradient in each if gradient is None or gradient.layout is not torch.strided]
-        return {**self._wanted.told(), "without": without, "modes": self._modes.told()}
+        return {**self._wanted.state_dict(), "without": without, "modes": self._modes.state_dict()}
 
     def give_zeros(self, told: Mapping[str, Any] | None) -> None:
         """Give zeros to the parameters that had a gradient. An optimizer of sparse ones knows none but its own."""

@@ -1,4 +1,4 @@
-"""Speaks for a host on which no rank is left, in a process that torchrun's starts: `stand_in.py LAST NOTICED SECONDS`.
+"""Speaks for a host on which no rank is left, in a process of torchrun's: `host_proxy.py LAST NOTICED SECONDS`.
 
 What only these ranks knew lies in the host's memory, and the parameters are on the other hosts. So it offers every end
 of a step of which all its ranks have left marks, goes along with the others, and writes shards with what its ranks
@@ -19,11 +19,12 @@ from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResu
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.system.small_json import sound_model
-from rollback.train.last_snapshot.early import of_gone
+from rollback.train.last_snapshot.early import early_of_dead
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
-from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone
+from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob
 from rollback.train.last_snapshot.peers import ends_of_ranks
-from rollback.train.last_snapshot.write import Foreseen, NotProved
+from rollback.train.last_snapshot.proof import NotProved, StoreGone
+from rollback.train.last_snapshot.writers import JudgedAhead
 from rollback.wording import gone_in_words
 
 _LIMIT = 1 << 20
@@ -37,7 +38,7 @@ def _job_of(paths: EndMarkPaths) -> HostsOfJob | None:
     return sound_model(paths.hosts, HostsOfJob, _LIMIT)
 
 
-def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int | None = None) -> None:
+def speak_for_host(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int | None = None) -> None:
     """noticed: when it was known that the ranks are gone. deadline: monotonic seconds, too. lost_at: for a host that is
     lost, until when it may have lived, in nanoseconds of its own clock. Raises OSError."""
     if (job := _job_of(paths)) is None:
@@ -66,11 +67,11 @@ def _keep(
     """Returns what the account tells of it."""
     hosts = Hosts(job.place, job.keys, job.hosts, job.own)
     (hosts.ring if lost_at is None else hosts.speak_for)()
-    exchange = Exchange(hosts, _foresee, deadline - time.monotonic())
+    exchange = Exchange(hosts, _judge_ahead, deadline - time.monotonic())
     seen = int(noticed * 1e9) if lost_at is None else lost_at
 
     def of_rank(rank: int, end: StepEnd) -> bytes:
-        return of_gone(paths, rank, end, seen)
+        return early_of_dead(paths, rank, end, seen)
 
     if not (ends := ends_of_ranks(paths, job.ranks, of_rank)):
         raise NotProved("its ranks are gone, and they had not come to the end of one step")
@@ -82,7 +83,7 @@ def _keep(
     }  # fmt: skip
 
 
-def _foresee(sent: Sequence[bytes]) -> Foreseen:
+def _judge_ahead(sent: Sequence[bytes]) -> JudgedAhead:
     raise NotProved("nobody is left here who could judge the last step")
 
 
@@ -122,7 +123,7 @@ def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.E
             silent = None if copied.is_live() else silent or time.monotonic()
         job = _job_of(copied.marks)
         if job is not None and _is_lost(job, hosts, copied):
-            stand_in(copied.marks, silent, deadline, copied.last_alive())
+            speak_for_host(copied.marks, silent, deadline, copied.last_alive())
 
 
 def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
@@ -134,4 +135,4 @@ def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
 
 
 if __name__ == "__main__":
-    stand_in(EndMarkPaths(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[2]) + float(sys.argv[3]) - _REST)
+    speak_for_host(EndMarkPaths(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[2]) + float(sys.argv[3]) - _REST)

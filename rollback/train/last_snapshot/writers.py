@@ -33,6 +33,7 @@ from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.system import files
 from rollback.system.cgroups import cores_here
 from rollback.train.last_snapshot.device import NO_DEVICE, TensorReader, device_of
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.last_snapshot.small_state import SharedState, SmallState
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots import drift
@@ -51,16 +52,8 @@ _SPARE = 16 << 20
 _version = attrgetter("_version")
 
 
-class NotProved(Exception):
-    """Why the state is not known to be that of one step's end on all ranks, in words."""
-
-
-class Anew(NotProved):
-    """Why the hosts have not agreed, or not kept what they had agreed on, though it is worth another try."""
-
-
 @dataclass(frozen=True)
-class Foreseen:
+class JudgedAhead:
     """The sentinel once the last step is judged. metric: that step's line for the metrics, if it is not written yet."""
 
     sentinel: Mapping[str, Any]
@@ -97,7 +90,7 @@ def digest_of_large_state(state: TrainingState, read: TensorReader = NO_DEVICE.r
     On a GPU it is another kind of digest, which a GPU computes too; `read` does not change it.
     """
     digest = _digest if device_of(state) is None else _digest_by_gpu
-    return together({name: digest(read(item)) for name, item in large_state(state)[1].items()})
+    return combined_digest({name: digest(read(item)) for name, item in large_state(state)[1].items()})
 
 
 def versions_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
@@ -115,7 +108,7 @@ def versions_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
     return ours + of_optimizer
 
 
-def together(digests: Mapping[str, bytes]) -> int:
+def combined_digest(digests: Mapping[str, bytes]) -> int:
     """One digest in place of many."""
     return xxhash.xxh3_64_intdigest(b"".join(digest for _, digest in sorted(digests.items())))
 
@@ -158,19 +151,19 @@ class SharedPart(BaseModel, frozen=True):
         return [ShardPiece(item.name, item.dtype, item.shape, memoryview(item.data)) for item in self.tensors]
 
 
-class HostWrite:
+class MarksWriter:
     """The shards of this host's ranks as they were at a step's end, with what each alone knew: nobody here has more.
 
-    bodies: what that was, by rank. alike, texts: the same on all ranks. Raises NotProved.
+    bodies: what that was, by rank. common_local, texts: the same on all ranks. Raises NotProved.
     """
 
     shared: SharedPart | None = None
     """For rank 0's shard, if that is written here."""
 
     def __init__(
-        self, tier: SlotPaths, bodies: Mapping[int, bytes], alike: Mapping[str, Any], texts: Mapping[str, str]
+        self, tier: SlotPaths, bodies: Mapping[int, bytes], common_local: Mapping[str, Any], texts: Mapping[str, str]
     ) -> None:
-        self._tier, self.alike, self.texts = tier, alike, texts
+        self._tier, self.common_local, self.texts = tier, common_local, texts
         self._marks = {rank: SmallState.of(body) for rank, body in sorted(bodies.items())}
         names = next(iter(self._marks.values())).buffer_names
         if any(mark.buffer_names != names for mark in self._marks.values()):
@@ -224,7 +217,7 @@ class HostWrite:
         for name, text in self.texts.items():
             if mark.trees["kept"][name] > text.count("\n"):
                 raise NotProved(f"rank {rank} had lines of {name!r} that the rank which would keep them has not")
-        local, pieces = mark.local(self.alike, self.texts)
+        local, pieces = mark.local(self.common_local, self.texts)
         metadata = {"local": json.dumps(local)}
         if rank == 0:
             assert self.shared is not None
@@ -238,7 +231,7 @@ class HostWrite:
         return directory
 
 
-class LastWrite(HostWrite):
+class StateWriter(MarksWriter):
     """The same by a rank that stands there, and so has what is the same on all.
 
     small: of this rank. digests: of the parameters. read: gives tensors on the host. require_unchanged:
@@ -257,7 +250,7 @@ class LastWrite(HostWrite):
         read: TensorReader,
         require_unchanged: Callable[[], None],
     ) -> None:
-        super().__init__(snapshots.memory.slots_of_host.paths, bodies, small.alike, small.texts)
+        super().__init__(snapshots.memory.slots_of_host.paths, bodies, small.common_local, small.texts)
         self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
         self._digests, self._read, self._require_unchanged = digests, read, require_unchanged
         (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()
@@ -287,10 +280,10 @@ class LastWrite(HostWrite):
         self._assign(stores)
         return super().write_part(slot, stores)
 
-    def metrics(self, foreseen: Foreseen | None) -> tuple[str, ...]:
-        """The newest lines of the metrics. foreseen: where the last step was judged."""
+    def metrics(self, judged_ahead: JudgedAhead | None) -> tuple[str, ...]:
+        """The newest lines of the metrics. judged_ahead: where the last step was judged."""
         lines = tuple(metric_line(**row) for row in self._run.record.recent)
-        return (*lines, foreseen.metric) if foreseen is not None and foreseen.metric is not None else lines
+        return (*lines, judged_ahead.metric) if judged_ahead is not None and judged_ahead.metric is not None else lines
 
     def shared_part(self, sentinel: Mapping[str, Any]) -> SharedPart:
         tensors = [
@@ -341,7 +334,7 @@ class LastWrite(HostWrite):
 
     def _finite(self, name: str, item: Tensor) -> Tensor:
         read = self._read(item)
-        if self._state.finite.found({name: read}):
+        if self._state.finite.newly_nonfinite({name: read}):
             raise NotProved(f"{self._state.finite.in_words(name)} has values that are not finite")
         return read
 
@@ -350,9 +343,9 @@ class LastWrite(HostWrite):
         for rank, record in records.items():
             with ShardReader(directory / record.file, record.written, threads=cores_here()) as shard:
                 names = [name for name in self._owned[rank] if name.startswith(PARAMETERS)]
-                room = memoryview(bytearray(max((shard.entries[name].nbytes for name in names), default=0)))
+                buffer = memoryview(bytearray(max((shard.entries[name].nbytes for name in names), default=0)))
                 for name in names:
-                    shard.read_into(name, read := room[: shard.entries[name].nbytes])
+                    shard.read_into(name, read := buffer[: shard.entries[name].nbytes])
                     if xxhash.xxh3_64_digest(read) != self._digests[name]:
                         raise NotProved("the copy of the parameters is not what was compared")
 

@@ -13,8 +13,8 @@ from toy import SETTINGS, facts
 import rollback
 from rollback.facts.training import Planned, Restored, ScreenedOut
 from rollback.train.last_snapshot.small_state import SmallStateReader
-from rollback.train.last_snapshot.write import large_state, shared_tree
-from rollback.train.updates.wanted_gradients import WantedGradients
+from rollback.train.last_snapshot.writers import large_state, shared_tree
+from rollback.train.updates.model_switches import ModelSwitches
 
 EPOCH = 12  # batches
 Loop = Literal["epochs", "range", "steps"]
@@ -142,7 +142,7 @@ def test_the_last_snapshot_has_it_as_it_was_at_the_step_s_end(tmp_path: Path) ->
     small, expected = SmallStateReader(state).shared(), state.image().shared["gradients"]
     script.layer.requires_grad_(False)
     tree = shared_tree(large_state(state)[0], small, {})
-    assert tree["gradients"] == expected == {**state.gradients.told(), "changed": ["0.weight", "0.bias"]}
+    assert tree["gradients"] == expected == {**state.gradients.state_dict(), "changed": ["0.weight", "0.bias"]}
     assert tree.keys() == state.image().shared.keys()
     script.guard.close()
 
@@ -231,7 +231,7 @@ def test_a_parameter_whose_gradient_is_zero_is_trained_on_behind_a_resume_and_a_
 
 def test_of_sparse_gradients_and_where_there_are_none_nothing_is_told() -> None:
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
-    gradients = WantedGradients({"model": model})
-    assert gradients.told()["without"] is None
+    gradients = ModelSwitches({"model": model})
+    assert gradients.state_dict()["without"] is None
     model(torch.tensor([1])).sum().backward()
-    assert gradients.told()["without"] == ["0.weight"]
+    assert gradients.state_dict()["without"] == ["0.weight"]
