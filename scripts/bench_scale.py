@@ -58,7 +58,7 @@ def beat(ranks: int) -> dict[str, float]:
     pulse = Pulse(alone, torch.device("cpu"))
     loss, norm = torch.tensor(2.5), torch.tensor(1.0)
     found = {}
-    for name, signs in (("beat_ms", Signs()), ("letters_ms", Signs(shard_report=(1,) * SHARD_REPORT))):
+    for name, signs in (("beat_ms", Signs()), ("reports_ms", Signs(shard_report=(1,) * SHARD_REPORT))):
         took = []
         for _ in range(_BEATS if name == "beat_ms" else 10):
             began = time.process_time()
@@ -251,7 +251,7 @@ def plot(table: dict[int, dict[str, float]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, names, label in (
-        (axes[0], ("beat_ms", "letters_ms"), "ms of one rank for a beat"),
+        (axes[0], ("beat_ms", "reports_ms"), "ms of one rank for a beat"),
         (axes[1], ("shared_operations",), "files visited in a second, in all"),
     ):
         for name, words in zip(names, ("each step", "steps that commit a snapshot"), strict=False):
@@ -279,7 +279,7 @@ def main() -> None:
     missed = False
     for ranks, row in table.items():
         print(
-            f"| {ranks:,} | {row['beat_ms']:.3f} ms | {row['letters_ms']:.3f} ms | {row['shared_operations']:,.0f} "
+            f"| {ranks:,} | {row['beat_ms']:.3f} ms | {row['reports_ms']:.3f} ms | {row['shared_operations']:,.0f} "
             f"| {row['files']:,} | {row['objects']:,} |"
         )
         missed |= row["files"] > _MOST_FILES

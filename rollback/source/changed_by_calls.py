@@ -65,10 +65,9 @@ class ChangedByCalls:
         iteration = LoopIteration()
         iteration.run(body.statements, set())
         for name, line in iteration.carried.items():
-            anew = (
-                name in body.given and name in iteration.rebound
-            )  # another object has its name, and is the function's own
-            if not anew and (called := self._as_called(name, body)) is not None:
+            # Else another object has its name, and is the function's own.
+            is_given = name not in body.given or name not in iteration.rebound
+            if is_given and (called := self._as_called(name, body)) is not None:
                 self.found.setdefault(called, line)
                 self.rebound |= {called} if name in iteration.rebound else set()
 

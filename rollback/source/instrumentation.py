@@ -97,7 +97,8 @@ def instrumented(loops: ScriptLoops, filename: str) -> InstrumentedFile:
 
 
 def _step_count(place: int) -> str:
-    """The name of the count of a loop's iterations, by its place among those in the file: lines move with an edit."""
+    """The name of the count of a loop's iterations, by its place among those in the file: lines move with an edit. It
+    is in checkpoints, so it stays as it is."""
     return f"turns of loop {place + 1}"
 
 

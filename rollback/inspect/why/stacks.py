@@ -13,7 +13,7 @@ _STATES = {"T": "stopped", "t": "stopped", "D": "uninterruptible", "Z": "ended",
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _LIBRARY = re.compile(r".*/(site-packages|dist-packages|python3\.\d+)/")
 # From this frame outwards the frames show how a rank was forked, not its script.
-_BIRTH = re.compile(r"rollback/agent/fork_server\.py:\d+ in run_script$")
+_BIRTH = re.compile(r"rollback/agent/fork_server\.py:\d+ in (_run|run_script)$")  # `_run` in older runs
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class EndOffer(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes="
     """What each of its ranks that came to that end has told the others of the step."""
     early: bool
     """Whether an early mark stands for that of a rank that does not come there."""
-    loud: str | None
+    early_refuted: str | None
     """Why early marks may not be relied on, as seen in the ranks of this host; None: they may."""
     digest: int | None
     """Of the parameters; None: no rank that speaks here stands at that end, so there are marks alone."""
@@ -85,7 +85,7 @@ class JointPlan(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes=
     """What all ranks that came to that end have told the others of the step."""
     manifest: Manifest | None = None
     """Without its shards."""
-    alike: dict[str, Any] = {}
+    common_local: dict[str, Any] = {}
     texts: dict[str, str] = {}
     """For hosts that have marks alone."""
     shared: SharedPart | None = None
@@ -159,7 +159,7 @@ def plan_of(offers: Mapping[int, HostOffer], hosts: Collection[int], refusals: M
     if len({offer.buffers for offer in there.values()}) > 1:
         raise NotProved("the ranks have not the same buffers")
     if any(offer.early for offer in there.values()):
-        for why in (offer.loud for offer in there.values() if offer.loud is not None):
+        for why in (offer.early_refuted for offer in there.values() if offer.early_refuted is not None):
             raise NotProved(why)
     free = set.intersection(*({*offer.slots} for offer in offers.values()))
     if not free:

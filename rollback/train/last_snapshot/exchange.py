@@ -116,7 +116,7 @@ class Exchange:
             judged_ahead, writer = self._judge_ahead(plan.sent), writers[plan.at]
             told: dict[str, object] = {"manifest": writer.manifest(plan.seq)}
             if any(offer.at(plan.at).digest is None for offer in offers.values()):
-                told |= {"alike": writer.common_local, "texts": writer.texts}
+                told |= {"common_local": writer.common_local, "texts": writer.texts}
             if offers[FIRST].at(plan.at).digest is None:
                 told |= {"shared": writer.shared_part(judged_ahead.sentinel), "metrics": writer.metrics(judged_ahead)}
             plan = plan.model_copy(update=told)
@@ -263,7 +263,7 @@ def keep_together(
         offers = [
             EndOffer(
                 end=end, buffers=every[end].buffers, sent=tuple(marks.sent), early=marks.early,
-                loud=marks.early_refuted, digest=digest if end in writers else None,
+                early_refuted=marks.early_refuted, digest=digest if end in writers else None,
             )
             for end, marks in marks_of.items()
         ]  # fmt: skip
@@ -276,7 +276,7 @@ def keep_together(
             writer: MarksWriter | None = writers.get(plan.at)
             if writer is None:
                 writer = by_marks.get(plan.at) or by_marks[max(by_marks)]  # another end where all of it is written
-                writer.common_local, writer.texts, writer.shared = plan.alike, plan.texts, plan.shared
+                writer.common_local, writer.texts, writer.shared = plan.common_local, plan.texts, plan.shared
             return plan, exchange.keep(plan, writer, stands)
         except NextRound:
             if not stands():

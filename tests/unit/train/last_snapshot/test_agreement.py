@@ -25,7 +25,7 @@ from rollback.train.last_snapshot.proof import NotProved
 
 END = StepEnd(1, 0, 8, 8, 0, 0)
 LATER = END._replace(epoch=1)
-AT_END = EndOffer(end=END, buffers="b", sent=(b"\0\xff",), early=False, loud=None, digest=7)
+AT_END = EndOffer(end=END, buffers="b", sent=(b"\0\xff",), early=False, early_refuted=None, digest=7)
 BEFORE = AT_END.model_copy(update={"end": END._replace(step=7)})
 OFFER = HostOffer(ranks=(0, 1), ends=(AT_END,), slots=(90, 91), next_seq=3, gone=())
 HOSTS = (0, 2)
@@ -100,7 +100,7 @@ def test_the_first_host_of_which_it_is_not_known_that_nobody_stands_there_decide
     assert decider({0: marks, 2: marks}.get, HOSTS) is None
 
 
-LOUD = "behind the backward of step 8 rank 3 changed what only it knows"
+REFUTED = "behind the backward of step 8 rank 3 changed what only it knows"
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ LOUD = "behind the backward of step 8 rank 3 changed what only it knows"
             "no rank stands at that step on the host of rank 0, which decides",
         ),
         ({0: OFFER, 2: offer(buffers="c")}, {}, "the ranks have not the same buffers"),
-        ({0: offer(early=True), 2: offer(loud=LOUD)}, {}, LOUD),
-        ({0: offer(early=True, loud=LOUD), 2: OFFER}, {}, LOUD),
+        ({0: offer(early=True), 2: offer(early_refuted=REFUTED)}, {}, REFUTED),
+        ({0: offer(early=True, early_refuted=REFUTED), 2: OFFER}, {}, REFUTED),
         ({0: offer(slots=(90,)), 2: offer(slots=(91,))}, {}, "there is no slot that is free on every host"),
         ({0: OFFER, 2: offer(slots=())}, {}, "there is no slot that is free on every host"),
     ],
@@ -140,7 +140,7 @@ def test_nothing_is_planned_that_is_not_the_state_of_all_ranks_at_one_moment(
 
 
 def test_where_no_early_mark_is_used_it_does_not_matter_that_none_could_be() -> None:
-    assert plan_of({0: offer(loud=LOUD), 2: offer(loud=LOUD)}, HOSTS, {}).end == END
+    assert plan_of({0: offer(early_refuted=REFUTED), 2: offer(early_refuted=REFUTED)}, HOSTS, {}).end == END
 
 
 MANIFEST = Manifest(

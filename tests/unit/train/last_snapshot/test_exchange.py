@@ -594,7 +594,7 @@ def test_a_plan_for_an_end_that_only_others_have_leaves_what_writes_the_own_one_
     own = SimpleNamespace(
         buffers="", free_slots=list, common_local={"counters": 7}, texts={"draws": "x"}, shared="shared"
     )
-    plans = [SimpleNamespace(at=at, alike={}, texts={}, shared=None) for at in (LATER, END)]
+    plans = [SimpleNamespace(at=at, common_local={}, texts={}, shared=None) for at in (LATER, END)]
     written: list[Any] = []
 
     def keep(plan: Any, writer: Any, stands: Any) -> str:
