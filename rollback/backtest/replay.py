@@ -28,6 +28,9 @@ from rollback.system.lines import json_number
 SCHEMA = 1
 _WORTH_A_POOL = 4 << 20
 """Bytes of logs from which on starting processes pays."""
+_FOLLOWED = 1 << 14
+"""Checkpoints before a call that are taken, and thinned, one by one. Of those before them hardly one would be left, and
+a column that counts samples or tokens has billions of steps."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ class _Ring:
 
     def at(self, step: int, last_detection: int) -> list[policy.PolicyCheckpoint]:
         """Those that are held when `step` is judged. Call it with rising steps. last_detection: the last one before."""
+        self._next += max(0, (step - self._next) // (self._every or 1) - _FOLLOWED) * self._every
         while self._next < step:
             self._held.append(CheckpointName.of(self._taken, self._next))
             good = [name for name in self._held if self._is_good(name, self._next, last_detection)]

@@ -110,9 +110,12 @@ def _from_csv(path: Path, text: str) -> LogTable:
     delimiter = max("\t,;", key=lines[0].count)
     rows = _separated(path, lines, delimiter) if lines[0].count(delimiter) else ([cell] for cell in lines)
     try:
-        return _named(path, [row for row in rows if any(cell.strip() for cell in row)])
+        filled = [row for row in rows if any(cell.strip() for cell in row)]
     except csv.Error as error:
         raise UsageError(f"{path} is not well-formed CSV: {error}", hint=_SUPPORTED) from error
+    if not filled:
+        raise UsageError(f"{path} is empty but for separators", hint=_SUPPORTED)
+    return _named(path, filled)
 
 
 def _separated(path: Path, lines: list[str], delimiter: str) -> Iterator[list[str]]:

@@ -21,10 +21,11 @@ from rollback.backtest.steps import counted_on
 from rollback.backtest.table import read_table
 from rollback.backtest.text import describe
 from rollback.cli import main
-from rollback.config import Settings
+from rollback.config import FIRST_PACE, Settings
 from rollback.errors import OutputNotWritten, UsageError
 from rollback.facts.fact import Window
 from rollback.sentinel import Hint
+from rollback.terminal.extras import require_extra
 
 DATA = Path(__file__).parents[1] / "data"
 LOSSES = raised(descent(200), 150, 3.0)
@@ -223,6 +224,16 @@ def test_event_files_need_tensorboard_and_the_error_says_how_to_get_it(monkeypat
         read_table(DATA / "scalars-simple.tfevents")
     assert "TensorBoard, which cannot be imported" in refused.value.message
     assert refused.value.hint == "pip install 'torch-rollback[tensorboard]'"
+
+
+def test_an_extra_that_what_it_needs_keeps_from_being_imported_is_told_of_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TensorBoard beside another version of protobuf, which raises a TypeError."""
+    (tmp_path / "made_for_another.py").write_text("raise TypeError('Descriptors cannot be created directly')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"needs it, which cannot be imported \(Descriptors cannot be"):
+        require_extra("made_for_another", "this needs it", "tensorboard")
 
 
 def _checksum(data: bytes) -> bytes:
@@ -517,6 +528,14 @@ def test_the_plan_knows_how_a_full_ring_is_thinned(tmp_path: Path) -> None:
     assert found.plan[0].step == 1640
 
 
+def test_a_column_that_counts_tokens_has_a_plan_at_once(tmp_path: Path) -> None:
+    with_nan = [loss if row != 150 else math.nan for row, loss in enumerate(descent(200))]
+    log = write_csv(tmp_path / "log.csv", {"tokens": [10**9 * n for n in range(200)], "loss": with_nan})
+    (planned,) = replay(log, Overrides(step="tokens"), Settings(max_skipped="100%")).plan
+    assert planned.step is not None
+    assert 150 * 10**9 - 2 * FIRST_PACE <= planned.step < 150 * 10**9
+
+
 def test_text_names_every_call_and_fits_the_terminal(tmp_path: Path, run: Run) -> None:
     log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES})
     code, out, err = run(log)
@@ -539,6 +558,7 @@ def test_a_log_that_is_constant_or_all_nan_or_of_all_magnitudes_can_be_drawn(tmp
     [
         (b"", "is empty"),
         (b"  \n\n", "is empty"),
+        (b",,,\n", "is empty"),
         (b"step,acc\n1,0.5\n2,0.6\n", "no column that looks like a loss"),
         (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a binary file"),
         (b"PK\x03\x04 but no archive", "no NumPy archive"),
