@@ -226,6 +226,8 @@ def test_memory_is_asked_for_what_the_ranks_of_this_host_store(tmp_path: Path) -
 def test_what_a_run_directory_tells_need_not_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / "run", monkeypatch, world_size=3)
     assert examine(run.paths.root, grace=60.0).ranks == 3
+    run.paths.fast_pointer.write_text('{"hosts": 2}')
+    assert examine(run.paths.root, grace=60.0).ranks == 2
     run.paths.identity.write_text("{")
     report = examine(run.paths.root, grace=60.0)
     assert [finding.topic for finding in report.findings if finding.level == "fail"] == ["run"]
