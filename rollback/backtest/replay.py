@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from rollback.backtest.columns import Columns, Overrides, find_columns, observat
 from rollback.backtest.table import read_table
 from rollback.checkpoints.retention import choose_evictions
 from rollback.config import FIRST_PACE, Settings
-from rollback.errors import UsageError
+from rollback.errors import RollbackError, UsageError
 from rollback.facts.training import Incident, Planned
 from rollback.rundir.paths import CheckpointName
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
@@ -97,8 +98,14 @@ def replay_all(paths: list[Path], overrides: Overrides, settings: Settings) -> I
     work = partial(_replay_or_error, overrides=overrides, settings=settings)
     processors = len(os.sched_getaffinity(0))
     if processors > 1 and len(paths) > 1 and sum(map(size_of, paths)) > _WORTH_A_POOL:
-        with ProcessPoolExecutor(min(processors, len(paths))) as pool:
-            yield from pool.map(work, paths, chunksize=max(1, min(16, len(paths) // processors)))
+        try:
+            with ProcessPoolExecutor(min(processors, len(paths))) as pool:
+                yield from pool.map(work, paths, chunksize=max(1, min(16, len(paths) // processors)))
+        except BrokenProcessPool as error:
+            raise RollbackError(
+                "replaying logs: a process that does was killed, most likely for want of memory",
+                hint="replay fewer of them, or the largest ones by themselves",
+            ) from error
     else:
         yield from map(work, paths)
 

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from rollback.backtest.table import read_table
 from rollback.backtest.text import describe
 from rollback.cli import main
 from rollback.config import FIRST_PACE, Settings
-from rollback.errors import OutputNotWritten, UsageError
+from rollback.errors import OutputNotWritten, RollbackError, UsageError
 from rollback.facts.fact import Window
 from rollback.sentinel import Hint
 from rollback.terminal.extras import require_extra
@@ -629,6 +630,9 @@ def test_a_pool_of_processes_gives_what_one_gives(tmp_path: Path, monkeypatch: p
     ]
     assert pooled == alone
     assert len(alone) == 6
+    monkeypatch.setattr("rollback.backtest.replay.replay", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RollbackError, match="was killed, most likely for want of memory"):
+        list(replay_all(logs, Overrides(), Settings()))
 
 
 def test_a_picture_is_drawn_or_matplotlib_is_asked_for(
