@@ -3,7 +3,6 @@
 The log goes on whatever is called: nothing is rewound, so the sentinel runs on over what a real run would have undone.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +22,7 @@ from rollback.facts.training import Incident, Planned
 from rollback.rundir.paths import CheckpointName
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
 from rollback.sentinel.probe import OpenQuestion
+from rollback.system.cgroups import cores_here
 from rollback.system.files import size_of
 from rollback.system.lines import json_number
 
@@ -96,7 +96,7 @@ def replay(path: Path, overrides: Overrides, settings: Settings) -> Replay:
 def replay_all(paths: list[Path], overrides: Overrides, settings: Settings) -> Iterator[Replay | UsageError]:
     """The result for each log, or why there is none, in the order of the logs; over all processors where it pays."""
     work = partial(_replay_or_error, overrides=overrides, settings=settings)
-    processors = len(os.sched_getaffinity(0))
+    processors = cores_here()
     if processors > 1 and len(paths) > 1 and sum(map(size_of, paths)) > _WORTH_A_POOL:
         try:
             with ProcessPoolExecutor(min(processors, len(paths))) as pool:

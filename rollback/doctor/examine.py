@@ -11,7 +11,6 @@ from rollback.checkpoints.tiers import base_of, fast_tier_of, host_count, locate
 from rollback.config import Settings
 from rollback.doctor.findings import DoctorReport, Finding, fail
 from rollback.doctor.machine import (
-    cores,
     judge_cores,
     judge_python,
     look_at_clock,
@@ -23,6 +22,7 @@ from rollback.doctor.storage import judge_save, look_at_disk, look_at_fast_tier,
 from rollback.errors import RollbackError
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
+from rollback.system.cgroups import usable_cores
 
 
 def examine(
@@ -73,7 +73,7 @@ def examine(
         findings.append(about_ring)
         saves.append(judge_save(state_bytes, ring_rate, grace, "ring"))
     findings += [finding for finding in saves if finding is not None]
-    findings += [judge_cores(cores(), ranks), look_at_limits(), look_at_temporary_files(), look_at_clock()]
+    findings += [judge_cores(usable_cores(), ranks), look_at_limits(), look_at_temporary_files(), look_at_clock()]
     return DoctorReport(
         host=socket.gethostname(),
         run=str(run),
