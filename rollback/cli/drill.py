@@ -7,8 +7,8 @@ from typing import Any
 import typer
 
 from rollback.cli.answers import answering, show
-from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declares, flag, parameter, switch
-from rollback.cli.settings import read_settings
+from rollback.cli.options.parameters import LAUNCH_PARAMETERS, as_arguments, declares, flag, parameter, switch
+from rollback.cli.options.settings import read_settings
 from rollback.config import Settings
 from rollback.errors import ExitCode, UsageError
 from rollback.supervisor.preflight import require_script

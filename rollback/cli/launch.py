@@ -11,8 +11,8 @@ from typing import Any
 
 import typer
 
-from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, declares
-from rollback.cli.settings import hang_limits, read_settings, restart_budget_of
+from rollback.cli.options.parameters import GRACE, LAUNCH_PARAMETERS, declares
+from rollback.cli.options.settings import hang_limits, read_settings, restart_budget_of
 from rollback.config import option
 from rollback.errors import ExitCode, RollbackError, ScriptRefused
 from rollback.live.screen import Screen

@@ -19,8 +19,9 @@ from torch.distributed.run import get_args_parser
 from rollback.agent import entry
 from rollback.agent.entry import describe
 from rollback.agent.overrides import WrongUse, check_configuration, method_name, read_arguments
-from rollback.cli import app, command_line
-from rollback.cli.command_line import flags_of, spell_out
+from rollback.cli import app
+from rollback.cli.options import spelling
+from rollback.cli.options.spelling import flags_of, spell_out
 from rollback.config import Settings
 from rollback.errors import ScriptRefused, UsageError
 from rollback.supervisor.diagnosis.outcome import Failures, Refusal
@@ -155,13 +156,13 @@ def test_words_behind_the_script_are_its_own() -> None:
 
 
 def test_a_flag_that_only_the_installed_torchrun_knows_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_line, "FLAGS", tuple(f for f in FLAGS if f.name not in ("role", "standalone")))
+    monkeypatch.setattr(spelling, "FLAGS", tuple(f for f in FLAGS if f.name not in ("role", "standalone")))
     options = {"--nproc-per-node": True}
     words = ["--role", "trainer", "--standalone", "--nproc_per_node", "2", "train.py"]
-    monkeypatch.setattr(command_line, "in_full", lambda name: name)
+    monkeypatch.setattr(spelling, "in_full", lambda name: name)
     handed = ["--torchrun-flag=--role=trainer", "--torchrun-flag=--standalone", "--nproc-per-node=2", "train.py"]
-    assert spell_out(words, options, command_line.ask_torchrun) == handed
-    assert command_line.ask_torchrun("--no-such-flag") is None
+    assert spell_out(words, options, spelling.ask_torchrun) == handed
+    assert spelling.ask_torchrun("--no-such-flag") is None
 
 
 class TestWrongUse:

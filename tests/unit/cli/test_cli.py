@@ -19,7 +19,7 @@ import rollback
 from recorded_run import RecordedRun
 from rollback import cli
 from rollback.cli.launch import closing_line
-from rollback.cli.settings import read_settings
+from rollback.cli.options.settings import read_settings
 from rollback.config import PresetName, Settings
 from rollback.errors import ExitCode, RunDirectoryError, ScriptRefused, UsageError
 from rollback.facts.training import AttemptStarted, SampleQuarantine, SkipAdded, Window

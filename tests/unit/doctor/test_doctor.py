@@ -13,7 +13,7 @@ from checkpoints import write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
 from rollback.cli import app
-from rollback.cli.windows import parse_size
+from rollback.cli.options.values import parse_size
 from rollback.doctor import machine, storage
 from rollback.doctor.examine import examine
 from rollback.doctor.findings import DoctorReport, size

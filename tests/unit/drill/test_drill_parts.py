@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, incident, rollback_plan
 from rollback.cli import app
-from rollback.cli.launch_options import as_arguments
+from rollback.cli.options.parameters import as_arguments
 from rollback.config import Settings, settings_from
 from rollback.drill import drill as drilling
 from rollback.drill.faults import FAULTS, PlannedFault

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rollback.cli.launch_options import RESTART_BUDGET
-from rollback.cli.windows import parse_samples, parse_window, together
+from rollback.cli.options.parameters import RESTART_BUDGET
+from rollback.cli.options.values import parse_samples, parse_window, together
 from rollback.config import Settings, explain
 from rollback.errors import UsageError, reporting
 from rollback.facts.fact import SamplesFrom, Window

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from rollback.cli.command_line import OTHER_FLAG
+from rollback.cli.options.spelling import OTHER_FLAG
 from rollback.config import Settings, option
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.torchrun.flags import FLAGS, Flag
