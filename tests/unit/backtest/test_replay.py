@@ -1,12 +1,14 @@
 """`rollback backtest`: every kind of log, guessed columns, the documented JSON, and errors for the reader."""
 
 import csv
+import io
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,16 @@ def _checksum(data: bytes) -> bytes:
 def _record(data: bytes) -> bytes:
     head = len(data).to_bytes(8, "little")
     return head + _checksum(head) + data + _checksum(data)
+
+
+def _zipped(name: str, *, encrypted: bool = False) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(name, "<x/>")
+    whole = bytearray(content.getvalue())
+    for flags in (6, whole.index(b"PK\x01\x02") + 8):
+        whole[flags] |= encrypted
+    return bytes(whole)
 
 
 def test_numpy_archives_but_no_pickles_in_them(tmp_path: Path) -> None:
@@ -563,6 +575,8 @@ def test_a_log_that_is_constant_or_all_nan_or_of_all_magnitudes_can_be_drawn(tmp
         (b"step,acc\n1,0.5\n2,0.6\n", "no column that looks like a loss"),
         (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a binary file"),
         (b"PK\x03\x04 but no archive", "no NumPy archive"),
+        (_zipped("[Content_Types].xml"), "no NumPy archive of plain numbers: [Content_Types].xml in it is no array"),
+        (_zipped("a.npy", encrypted=True), "no NumPy archive"),
         (b"\xff\xfe\xfd step", "is not text"),
         (b"step,loss\n1,2.5\n2,high\n", "holds 'high' in record 2"),
         (b"step,loss\n1,2.5,7\n", "row 2 has 3 cells"),
