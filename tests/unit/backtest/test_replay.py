@@ -669,6 +669,8 @@ def test_a_picture_of_a_log(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="cannot be drawn"):
         draw(replay(log, Overrides(), Settings()), tmp_path / "out.nonsense")
+    wide = write_csv(tmp_path / "wide.csv", {"step": range(4), "loss": [1e308, -1e308, math.nan, 1e308]})
+    draw(replay(wide, Overrides(), Settings()), tmp_path / "wide.png")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
