@@ -13,7 +13,7 @@ import pytest
 import typer
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous, utils
 from torch.distributed.run import get_args_parser
 
 from rollback.agent import entry
@@ -237,6 +237,21 @@ def failure(rank: int, exitcode: int, *, at: int, error_file: str = "") -> Proce
     found = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=error_file)
     found.timestamp = at
     return found
+
+
+@pytest.mark.parametrize(
+    ("words", "waits"), [(["--standalone"], [1.0]), (["--nnodes=2", "--rdzv-backend=c10d"], [0.25, 1.0])]
+)
+def test_a_node_without_others_comes_to_the_rendezvous_at_once(
+    words: list[str], waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", utils._delay)
+    monkeypatch.setattr("time.sleep", slept.append)
+    read_arguments([*words, "x.py"], "id")
+    for seconds in ((0.25, 0.25), 1.0):
+        dynamic_rendezvous._delay(seconds=seconds)
+    assert slept == waits
 
 
 def test_the_first_failure_comes_first_and_ranks_that_torchrun_ended_come_last() -> None:
