@@ -206,6 +206,10 @@ class Leader(Nodes):
         reports = [report for report in self._members().values() if report]
         return {rank: beat for report in reports for rank, beat in report.beats.items()}
 
+    @property
+    def lag(self) -> float:
+        return self._meeting.transport.every + self._meeting.transport.pace
+
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         self._publisher.show(stacks=True)
         taken = own()

@@ -96,6 +96,16 @@ def test_a_stop_signal_on_another_node_is_heard_at_once_between_two_attempts(pat
     leader.farewell(RunResult(exit_code=75, reason="told to stop"))
 
 
+@pytest.mark.parametrize(("hosts", "lag"), [(2, 1.0), (1600, 8.0 + 6.15)])
+def test_heartbeats_of_other_nodes_may_be_as_old_as_what_is_heard_of_them(
+    paths: RunPaths, hosts: int, lag: float
+) -> None:
+    leader, running = Leader(paths, place(), print, SharedMeeting(paths, hosts)), SimpleNamespace()
+    watcher = hang_watch.HangWatcher(paths, HangLimits(), running, leader)  # type: ignore[arg-type]
+    assert watcher._detector.lag == pytest.approx(lag)
+    leader.farewell(RunResult(exit_code=0, reason="done"))
+
+
 def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ended(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
