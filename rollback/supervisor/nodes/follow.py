@@ -244,7 +244,10 @@ class Follower:
                 self._host.output.keep()
                 self._host.keep_standby(running.attempt)
                 if self._files is not None:
-                    until_over.enter_context(handing_over(self._files, publisher, self._meeting.transport.every))
+                    try:
+                        until_over.enter_context(handing_over(self._files, publisher, self._meeting.transport.every))
+                    except RollbackError as error:  # all of it is handed over when the attempt is over
+                        self._say(f"{self._place.name} hands over nothing of the record meanwhile: {error.message}")
                     has = self._files.handed_over
                     write_record_location(self._paths, orders.host, orders.directory, self._say, has=has)
             self._look_at_ranks(running, publisher, orders)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollback.errors import ExitCode, NodesMissing, RunDirectoryError, UsageError
+from rollback.errors import ExitCode, NodesMissing, RollbackError, RunDirectoryError, UsageError
 from rollback.rundir.heartbeats import Heartbeat
 from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
@@ -226,6 +226,34 @@ def test_how_long_who_leads_was_silent_is_told_as_it_was_waited_for(
     follower = Follower(paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting)  # type: ignore[arg-type]
     with pytest.raises(NodesMissing, match="whoever leads has been silent for 2 s, and still holds the store"):
         follower.follow()
+
+
+def test_where_no_thread_can_hand_over_what_is_new_in_the_record_the_ranks_train_on(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when the attempt is over. This host has raised nothing that would be worth an attempt of all."""
+
+    def refused(*_: object) -> None:
+        raise RollbackError("starting a thread: there is no room")
+
+    monkeypatch.setattr(follow, "handing_over", refused)
+    own, said = place(), list[str]()
+    meeting = SimpleNamespace(
+        apart=True, transport=SharedDirectory(paths.nodes), is_led_by=lambda orders: True, is_leaderless=lambda: False
+    )
+    host = SimpleNamespace(output=SimpleNamespace(keep=lambda: None), keep_standby=lambda attempt: None, guarded=True)
+    follower = Follower(paths, own, host, 1.0, StopSignals(), said.append, meeting, "s3://b/run")  # type: ignore[arg-type]
+    follower._last = orders = LeaderOrders(
+        leader="a:1:1.0", host="a", pid=1, attempt=1, phase="run", members=(own.launch,), attached=True
+    )
+    SharedDirectory(paths.nodes).write("orders.json", orders.model_dump_json().encode())
+    ends = iter([None, None, 0])
+    running = SimpleNamespace(attempt=1, poll=lambda: next(ends), look=dict, beats=dict)
+    report = NodeReport(node=own.name, launch=own.launch, host=own.host, pid=own.pid)
+    publisher = SimpleNamespace(record=report, show=lambda **changes: None)
+    with contextlib.ExitStack() as until_over:
+        assert follower._watch(running, publisher, until_over) == 0  # type: ignore[arg-type]
+    assert said == ["node-0 hands over nothing of the record meanwhile: starting a thread: there is no room"]
 
 
 def test_a_host_of_another_job_at_the_same_endpoint_says_nothing_to_its_leader(paths: RunPaths) -> None:
