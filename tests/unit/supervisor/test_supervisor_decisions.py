@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import tempfile
@@ -20,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, JournalDamaged, RefusalKind, ScriptRefused
+from rollback.errors import ExitCode, JournalDamaged, RefusalKind, ScriptRefused, UsageError
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -50,6 +51,7 @@ from rollback.supervisor.diagnosis.outcome import (
 )
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.nodes import Nodes
+from rollback.supervisor.preflight import require_files
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import _private_directory
 from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
@@ -86,6 +88,24 @@ def evidence(
         save_failed=UNSAVED if unsaved else None,
         checkpoint_step=checkpoint_step,
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "soft", "hard", "do"),
+    [
+        ("2", 24, resource.RLIM_INFINITY, "ulimit -n 4096"),
+        ("2", 24, 256, "ulimit -n 256"),  # more is not to be had
+        ("2", 24, 24, "have the hard limit raised, which is 24, then: ulimit -n 4096"),
+        ("2000", 4096, 1 << 20, "ulimit -n 8032"),  # which 4096 are too few for
+    ],
+)
+def test_what_is_to_be_done_about_a_low_limit_of_open_files_can_be_done_and_is_enough(
+    ranks: str, soft: int, hard: int, do: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    with pytest.raises(UsageError) as refused:
+        require_files({"nproc-per-node": ranks})
+    assert refused.value.hint == do
 
 
 def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Path) -> None:
