@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -19,6 +19,7 @@ from rollback.config import Settings
 from rollback.errors import RunDirectoryError, RunInUse, UsageError, reporting
 from rollback.instructions import MeetingPoint
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.start_conditions import conditions_of
 from rollback.system import files
@@ -66,6 +67,20 @@ class NodePlace:
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"{self.address}:{probe.getsockname()[1]}"
+
+
+@dataclass(frozen=True)
+class OwnNode:
+    """What a supervisor of many has here, whether it leads or follows."""
+
+    paths: RunPaths
+    place: NodePlace
+    say: Callable[[str], None]
+    """Takes a line for people."""
+    ring: str | None = None
+    """The URL of the job's ring."""
+    buddy: Buddy | None = None
+    """None: no snapshots are copied to or from this host."""
 
 
 def place_among_nodes(

@@ -26,7 +26,7 @@ from rollback.supervisor.nodes import follow
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
-from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
+from rollback.supervisor.nodes.membership import NodePlace, OwnNode, place_among_nodes
 from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult, leaders_move, merged
 from rollback.supervisor.signals import StopSignals
 
@@ -55,7 +55,7 @@ def hold_as(orders: LeaderOrders, paths: RunPaths) -> None:
 
 def test_who_holds_the_lock_leads_on_and_who_has_lost_it_leaves_all_to_the_other(paths: RunPaths) -> None:
     lock = RunLock(paths, "rollback launch")
-    leader = Leader(paths, place(), lambda line: None, SharedMeeting(paths, 2))
+    leader = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, 2))
     say_as(OTHER, paths)
     assert leader.move(None) == "wait", "what another one says late is passed over"
     hold_as(OTHER, paths)
@@ -86,7 +86,7 @@ def test_what_an_earlier_launch_of_the_same_host_and_pid_said_is_not_taken_for_t
 
 def test_a_stop_signal_on_another_node_is_heard_at_once_between_two_attempts(paths: RunPaths) -> None:
     """The next one may be a minute away, and whoever has signalled does not wait so long before it kills."""
-    leader = Leader(paths, place(), print, SharedMeeting(paths, 2))
+    leader = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, 2))
     told = NodeReport(node="node-1", launch="b:1:1.0", host="b", pid=1, leader=place().launch, signals=("SIGTERM",))
     order, own_journal = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
     attempts = Attempts(order, print, SimpleNamespace(), own_journal, StopSignals(), leader, lambda: None)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_a_stop_signal_on_another_node_is_heard_at_once_between_two_attempts(pat
 def test_heartbeats_of_other_nodes_may_be_as_old_as_what_is_heard_of_them(
     paths: RunPaths, hosts: int, lag: float
 ) -> None:
-    leader, running = Leader(paths, place(), print, SharedMeeting(paths, hosts)), SimpleNamespace()
+    leader, running = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, hosts)), SimpleNamespace()
     watcher = hang_watch.HangWatcher(paths, HangLimits(), running, leader)  # type: ignore[arg-type]
     assert watcher._detector.lag == pytest.approx(lag)
     leader.farewell(RunResult(exit_code=0, reason="done"))
@@ -110,7 +110,7 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind torchrun's exit barrier, in which it waits five minutes for the others and no longer."""
-    leader, until = Leader(paths, place(), print, SharedMeeting(paths, 2)), time.monotonic() + 20
+    leader, until = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, 2)), time.monotonic() + 20
     beat = Heartbeat(attempt=1, step=9, batch=9, doing="ended", monotonic=1.0, pid=1, host="b", start="1")
     report = NodeReport(
         node="node-1", launch="b:1:1.0", host="b", pid=1, leader=place().launch, attempt=1, beats={1: beat}, stacks=()
@@ -170,7 +170,8 @@ class Following:
         self.host = host = SimpleNamespace(end_leftovers=lambda say: None, keep_standby=lambda attempt: None)
         self.signals = SimpleNamespace(received=[], insistent=False)
         self.signals.take = lambda: self.signals.received
-        follower = Follower(paths, self.place, host, 1.0, self.signals, self.told.append, Watched(), ring)  # type: ignore[arg-type]
+        own_node = OwnNode(paths, self.place, self.told.append, ring)
+        follower = Follower(own_node, host, 1.0, self.signals, Watched())  # type: ignore[arg-type]
         self.found: list[RunResult | None] = []
         self.thread = threading.Thread(target=lambda: self.found.append(follower.follow()), daemon=True)
         self.thread.start()
@@ -223,7 +224,7 @@ def test_how_long_who_leads_was_silent_is_told_as_it_was_waited_for(
     meeting = SimpleNamespace(
         apart=True, transport=SharedDirectory(paths.nodes), words="the store", is_leaderless=lambda: False
     )
-    follower = Follower(paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting)  # type: ignore[arg-type]
+    follower = Follower(OwnNode(paths, place(), print), SimpleNamespace(), 1.0, StopSignals(), meeting)  # type: ignore[arg-type]
     with pytest.raises(NodesMissing, match="whoever leads has been silent for 2 s, and still holds the store"):
         follower.follow()
 
@@ -242,7 +243,8 @@ def test_where_no_thread_can_hand_over_what_is_new_in_the_record_the_ranks_train
         apart=True, transport=SharedDirectory(paths.nodes), is_led_by=lambda orders: True, is_leaderless=lambda: False
     )
     host = SimpleNamespace(output=SimpleNamespace(keep=lambda: None), keep_standby=lambda attempt: None, guarded=True)
-    follower = Follower(paths, own, host, 1.0, StopSignals(), said.append, meeting, "s3://b/run")  # type: ignore[arg-type]
+    own_node = OwnNode(paths, own, said.append, "s3://b/run")
+    follower = Follower(own_node, host, 1.0, StopSignals(), meeting)  # type: ignore[arg-type]
     follower._last = orders = LeaderOrders(
         leader="a:1:1.0", host="a", pid=1, attempt=1, phase="run", members=(own.launch,), attached=True
     )
@@ -261,9 +263,9 @@ def test_a_host_of_another_job_at_the_same_endpoint_says_nothing_to_its_leader(p
     meeting = SimpleNamespace(
         apart=True, transport=SharedDirectory(paths.nodes), words="the store at h:1", is_led_by=lambda orders: True
     )
-    leader = Leader(paths, place(), print, meeting, ring="s3://b/run")  # type: ignore[arg-type]
-    given = paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting
-    other, same = (Follower(*given, ring) for ring in ("s3://b/other", "s3://b/run/"))  # type: ignore[arg-type]
+    leader = Leader(OwnNode(paths, place(), print, "s3://b/run"), meeting)  # type: ignore[arg-type]
+    own_nodes = (OwnNode(paths, place(), print, ring) for ring in ("s3://b/other", "s3://b/run/"))
+    other, same = (Follower(own, SimpleNamespace(), 1.0, StopSignals(), meeting) for own in own_nodes)  # type: ignore[arg-type]
     try:
         with pytest.raises(UsageError, match="the store at h:1, and its job has --ring s3://b/run where this one has"):
             other.follow()
