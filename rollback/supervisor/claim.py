@@ -168,11 +168,9 @@ class Claim:
         self._remove_what_was_made()
 
     def _remove_what_was_made(self) -> None:
-        for path in self._absent:
-            try:
-                Path(path).rmdir()
-            except OSError:
-                return  # not there, or somebody else uses it by now
+        with contextlib.suppress(OSError):  # it is not there, or somebody else uses it by now
+            for path in self._absent:
+                path.rmdir()
 
 
 def _content(holder: Path) -> bytes | None:
