@@ -181,7 +181,7 @@ class HostLaunch:
         paths = self.options.paths
         if (told := read_record_location(paths)) is not None:
             return RecordPlace(host=told[0], directory=told[1])
-        return RecordPlace(url="" if paths.train_journal.exists() else self.options.settings.ring or "")
+        return RecordPlace(url="" if os.path.exists(paths.train_journal) else self.options.settings.ring or "")
 
     def lead(self, claim: Claim, meeting: Meeting | None = None) -> RunResult:
         """Decide about attempts, then release the run directory."""
@@ -294,7 +294,7 @@ def _staying_apart(meeting: Meeting, host: Host) -> Iterator[None]:
 
 def _let_go(claim: Claim, paths: RunPaths) -> None:
     """A host that does not keep the record has nothing in its run directory before its ranks have attached."""
-    (claim.release if paths.identity.exists() else claim.undo)()
+    (claim.release if os.path.exists(paths.identity) else claim.undo)()
 
 
 def _durable(paths: RunPaths) -> tuple[str, ...]:

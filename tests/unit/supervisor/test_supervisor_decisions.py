@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,12 +34,15 @@ from rollback.facts.training import (
     Stopped,
 )
 from rollback.instructions import Instructions, program
+from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
+from rollback.supervisor.claim import Claim
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
 from rollback.supervisor.diagnosis.first_cause import FirstCause
+from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import (
     AttemptEnding,
     AttemptEvidence,
@@ -49,12 +53,14 @@ from rollback.supervisor.diagnosis.outcome import (
     ending,
     reason_of,
 )
+from rollback.supervisor.hang_watch import HangWatcher
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.preflight import require_files
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import _private_directory
 from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
+from rollback.supervisor.torchrun.host import Running
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
@@ -129,6 +135,41 @@ def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Pa
         attempts._look_at_journal(3, attached=False)
     own_journal.close()
     journal.close()
+
+
+def fails_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the disk of a file server that is away for a moment."""
+
+    def failing(name: str) -> Callable[..., Any]:
+        call = getattr(os, name)
+
+        def fail(path: Any = ".", *args: Any, **more: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and str(path).startswith(str(root)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return call(path, *args, **more)
+
+        return fail
+
+    for name in ("stat", "open", "scandir", "listdir"):
+        monkeypatch.setattr(os, name, failing(name))
+
+
+def test_what_is_looked_at_while_an_attempt_runs_may_be_on_a_disk_that_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the watch over an attempt raises ends its ranks."""
+    paths = RunPaths(tmp_path / "run")
+    claim = Claim(paths)
+    for directory in (paths.ranks, paths.failures(1), paths.nodes):
+        directory.mkdir(parents=True)
+    running = Running(paths, 1, (), SimpleNamespace(pid=0), None, None)  # type: ignore[arg-type]
+    fails_at(paths.root, monkeypatch)
+    assert (running.beats(), running.look()) == ({}, {})
+    assert HangWatcher(paths, HangLimits(after=0.0), running, Nodes()).look() is not None
+    assert read_all_heartbeats(paths) == {}
+    claim.keep()
+    monkeypatch.undo()
+    claim.release()
 
 
 @pytest.mark.parametrize("lacking", [True, False])
