@@ -138,13 +138,13 @@ class Output:
             return
         try:  # one number may be that of two attempts: who leads after a lost leader counts from an older record
             pipes = Path(tempfile.mkdtemp(prefix=f"pipes-{attempt}-", dir=self.private))
+            ends = [self._own_pipe("out"), self._own_pipe("err")]
         except OSError as error:
             self._complain(f"making pipes in {self.private}", error)
             yield AttemptOutput(job)
             return
         if not by_user:
             job = replace(job, flags={**job.flags, "logs-specs": LOGS_SPECS, "log-dir": str(pipes)})
-        ends = [self._own_pipe("out"), self._own_pipe("err")]
         over = threading.Event()
         pump = threading.Thread(target=self._pump, args=(pipes, over), name="rank output", daemon=True)
         start_thread(pump)

@@ -64,8 +64,9 @@ class Standby:
         if not ready:
             self.drop()
             return None
-        order = {"arguments": list(command[len(_LAUNCHER) :]), "environment": dict(environment), "folder": os.getcwd()}
+        arguments = list(command[len(_LAUNCHER) :])
         try:
+            order = {"arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}
             streams = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
             socket.send_fds(connection, [json.dumps(order).encode()], streams)
         except OSError:

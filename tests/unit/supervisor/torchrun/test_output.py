@@ -185,6 +185,20 @@ def test_a_disk_that_fails_when_it_is_asked_of_an_exception_ends_no_reading(
     host.close()
 
 
+def test_where_no_pipe_can_be_made_the_output_is_torchrun_s_own_affair(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(flags: int) -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pipe2", refused)
+    with Output(tmp_path, lambda attempt: tmp_path / "logs", listener).of_attempt(1, JOB) as streams:
+        assert (streams.job, streams.stdout, streams.stderr) == (JOB, None, None)
+    assert listener.said == [
+        f"making pipes in {tmp_path} fails (Too many open files); the run goes on, and what is lost is counted"
+    ]
+
+
 def test_what_ended_an_attempt_that_a_lost_leader_numbered_alike_is_forgotten(
     tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
