@@ -203,7 +203,8 @@ def membership(paths: RunPaths, place: NodePlace) -> Iterator[None]:
     try:
         yield
     finally:
-        files.unlink(path)
+        with contextlib.suppress(OSError):  # what lies there says nothing: the lock itself counts
+            files.unlink(path)
         lock.release()
         with contextlib.suppress(OSError):  # other nodes are still there
             paths.nodes.rmdir()

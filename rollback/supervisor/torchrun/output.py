@@ -166,8 +166,8 @@ class Output:
         with self._lock:
             if self._kept:
                 return
-            self._kept = True
             self._close()
+            self._kept = True
             for attempt in range(1, self._attempt + 1):
                 before, folder = self.private / f"logs-{attempt}", self.folder_of(attempt)
                 if before.is_dir():
@@ -340,7 +340,8 @@ class Output:
     def _close(self) -> None:
         with self._lock:
             for file in self._files.values():
-                os.close(file)
+                with self._counting(f"writing the output of the ranks to {self._folder()}"):  # NFS says so only here
+                    os.close(file)
             self._files.clear()
 
 

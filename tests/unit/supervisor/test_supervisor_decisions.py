@@ -31,6 +31,7 @@ from rollback.facts.training import (
     Finished,
     JournalEntry,
     LastSaveFailed,
+    Signalled,
     Stopped,
 )
 from rollback.instructions import Instructions, program
@@ -55,12 +56,14 @@ from rollback.supervisor.diagnosis.outcome import (
 )
 from rollback.supervisor.hang_watch import HangWatcher
 from rollback.supervisor.journal import SupervisorJournal
+from rollback.supervisor.nodes.membership import membership, place_among_nodes
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.preflight import require_files
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import _private_directory
 from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
 from rollback.supervisor.torchrun.host import Running
+from rollback.system import files
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
@@ -170,6 +173,28 @@ def test_what_is_looked_at_while_an_attempt_runs_may_be_on_a_disk_that_fails_for
     claim.keep()
     monkeypatch.undo()
     claim.release()
+
+
+def test_what_the_disk_refuses_at_the_end_of_a_launch_is_not_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stand in the place of what is told then, and of its exit code."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    paths = RunPaths(tmp_path / "run")
+    place = place_among_nodes({"nnodes": "2", "node-rank": "0", "local-addr": "127.0.0.1"})
+    assert place is not None
+    own_journal = SupervisorJournal(paths, print)
+    own_journal.open()
+    own_journal.note(Signalled(signal="SIGTERM"))
+    with monkeypatch.context() as patched, membership(paths, place):
+        patched.setattr(files, "unlink", refused)
+        patched.setattr(Journal, "close", refused)
+        own_journal.close()
+    with membership(paths, place):  # it is free
+        assert not own_journal.opened
 
 
 @pytest.mark.parametrize("lacking", [True, False])

@@ -199,6 +199,26 @@ def test_where_no_pipe_can_be_made_the_output_is_torchrun_s_own_affair(
     ]
 
 
+def test_what_a_file_server_refuses_when_a_file_is_closed_is_said(
+    output: Output, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = os.close
+
+    def refusing(fd: int) -> None:
+        close(fd)
+        if fd in output._files.values():
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with output.of_attempt(1, JOB) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.out", b"a")
+        wait_for(lambda: listener.shown["out"] == b"a")
+        wait_for(lambda: output._files)
+        monkeypatch.setattr(os, "close", refusing)
+    (said,) = listener.said
+    assert said.endswith("logs-1 fails (Disk quota exceeded); the run goes on, and what is lost is counted")
+
+
 def test_what_ended_an_attempt_that_a_lost_leader_numbered_alike_is_forgotten(
     tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
