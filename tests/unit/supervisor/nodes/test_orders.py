@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from rollback.errors import ExitCode, NodesMissing, RollbackError, RunDirectoryError, UsageError
 from rollback.rundir.heartbeats import Heartbeat
-from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_in_place, write_in_place
+from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import hang_watch
@@ -94,6 +95,15 @@ def test_a_stop_signal_on_another_node_is_heard_at_once_between_two_attempts(pat
     assert attempts._stopped_while_waiting(5.0)
     paths.node("node-1").unlink()
     leader.farewell(RunResult(exit_code=75, reason="told to stop"))
+
+
+def test_a_run_directory_whose_name_is_no_utf_8_is_told_to_the_others(tmp_path: Path) -> None:
+    """For people: no host opens another one's."""
+    paths = RunPaths(tmp_path / os.fsdecode(b"caf\xe9"))
+    leader = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, 2))
+    told = RecordWatcher(SharedDirectory(paths.nodes), "orders.json", LeaderOrders).look()["orders.json"]
+    assert told.directory == f"{tmp_path}/caf\\udce9"
+    leader.farewell(RunResult(exit_code=0, reason="done"))
 
 
 @pytest.mark.parametrize(("hosts", "lag"), [(2, 1.0), (1600, 8.0 + 6.15)])
