@@ -16,7 +16,7 @@ import filelock
 
 import rollback
 from rollback.config import Settings
-from rollback.errors import RunDirectoryError, RunInUse, UsageError, reporting
+from rollback.errors import RollbackError, RunDirectoryError, RunInUse, UsageError, reporting
 from rollback.instructions import MeetingPoint
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
@@ -63,8 +63,9 @@ class NodePlace:
         return self.least < self.most or self.spares > 0
 
     def new_master(self) -> str:
-        """HOST:PORT on this host at which the ranks of one attempt can meet: no key of an earlier one is there."""
-        with socket.socket() as probe:
+        """HOST:PORT on this host at which the ranks of one attempt can meet: no key of an earlier one is there. Raises
+        RollbackError."""
+        with reporting(RollbackError, "looking for a free port, at which ranks can meet"), socket.socket() as probe:
             probe.bind(("", 0))
             return f"{self.address}:{probe.getsockname()[1]}"
 
