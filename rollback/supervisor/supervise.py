@@ -29,7 +29,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.record_location import forget_record_location, read_record_location
-from rollback.supervisor.attempts import Attempts, LaunchOptions
+from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.claim import Claim, EarlierAttempts, claim_or_private, read_past
 from rollback.supervisor.complete import nothing_left, nothing_left_at
@@ -42,6 +42,7 @@ from rollback.supervisor.nodes.membership import NodePlace, OwnNode, command_of,
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.host import Host
 from rollback.supervisor.torchrun.output import Audience
 
@@ -74,11 +75,7 @@ def supervise(options: LaunchOptions, audience: Audience, signals: StopSignals) 
             environment.pop(ENV_NO_RUN, None)
             if obstacle is not None:
                 environment[ENV_NO_RUN] = json.dumps(obstacle.fields)
-        host = Host(
-            options.paths, options.job, options.settings, environment, private, audience,
-            grace=options.grace, expects_guard=options.expects_guard, preload=options.preload,
-            node=place.name if place else None,
-        )  # fmt: skip
+        host = Host(options, environment, private, audience, place.name if place else None)
         with closing(host), _buddy(options, place, audience.say) as buddy:
             own = None if place is None else OwnNode(options.paths, place, audience.say, options.settings.ring, buddy)
             launch = HostLaunch(options, own, store, audience.say, host, signals)
@@ -174,7 +171,7 @@ class HostLaunch:
         begun = max(past.last_attempt, called or 0)
         with _until_told(self.signals, f"nodes were waited for, and {self.store.url} was looked at"):
             store = Store(self.store.url, patience=_LOOK)
-            return nothing_left_at(store, options.paths, begun, options.job, self.say)
+            return nothing_left_at(store, options, begun, self.say)
 
     def _record(self) -> RecordPlace:
         """Where the record is, for a node that nobody has told how the run ended."""
@@ -210,7 +207,7 @@ class HostLaunch:
         try:
             past = read_past(options.paths, claim.before)
             forget_record_location(options.paths)
-            if (told := nothing_left(options.paths, past, options.job, options.settings, self.say)) is not None:
+            if (told := nothing_left(options, past, self.say)) is not None:
                 return RunResult(exit_code=ExitCode.DONE, reason=told)
             _require_adopted_again(past, options)
             result = Attempts(options, self.say, self.host, own_journal, self.signals, nodes, claim.keep).run(past)

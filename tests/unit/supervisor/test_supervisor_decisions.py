@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launched import launched
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, JournalDamaged, RefusalKind, ScriptRefused, UsageError
@@ -34,7 +35,7 @@ from rollback.facts.training import (
     Signalled,
     Stopped,
 )
-from rollback.instructions import Instructions, program
+from rollback.instructions import program
 from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
@@ -61,9 +62,11 @@ from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.preflight import require_files
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import _private_directory
-from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
-from rollback.supervisor.torchrun.host import Running
+from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, torchrun_command
+from rollback.supervisor.torchrun.host import Host, Running
+from rollback.supervisor.torchrun.processes import THIS_HOST
 from rollback.system import files
+from rollback.system.processes import name_process
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
@@ -536,26 +539,22 @@ class TestCommand:
         assert command[-3:] == ["--brand-new=1", "train.py", "-x"]
 
     def test_ranks_learn_only_the_settings_that_were_given(self) -> None:
-        found = rank_environment(
-            {"HOME": "/root", "ROLLBACK_ATTEMPT": "77"},
-            run=Path("runs/x"),
-            attempt=4,
-            settings=Settings(rewind=7),
-            supervisor="12:3.5",
-            instructions=Instructions(12, "/p/refusal", "/p/failures", "/p/guard", "id", 3, 60.0),
-            heartbeats="/proc/12/fd/5",
-        )
+        options = launched(RunPaths(Path("runs/x")), LaunchedJob({}, "train.py", []), settings=Settings(rewind=7))
+        environment = {"HOME": "/root", "ROLLBACK_ATTEMPT": "77"}
+        with contextlib.closing(Host(options, environment, Path("/p"), SimpleNamespace())) as host:  # type: ignore[arg-type]
+            found = host._rank_environment(4)
         told = json.loads(found.pop("ROLLBACK_TORCHRUN"))
-        assert (told["supervisor"], told["failures"], told["restarts"]) == (12, "/p/failures", 3)
+        assert (told["supervisor"], told["failures"], told["restarts"]) == (os.getpid(), "/p/failures.json", 0)
+        assert found.pop("ROLLBACK_HEARTBEATS").startswith(f"/proc/{os.getpid()}/fd/")
         assert found == {
             "HOME": "/root",
             "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000",
+            "ROLLBACK_HOST": THIS_HOST,
             "ROLLBACK_RUN": str(Path.cwd() / "runs/x"),
             "ROLLBACK_ATTEMPT": "4",
-            "ROLLBACK_HEARTBEATS": "/proc/12/fd/5",
             "ROLLBACK_SETTINGS": '{"rewind":7}',
-            "ROLLBACK_SUPERVISOR": "12:3.5",
-            "ROLLBACK_REFUSAL": "/p/refusal",
+            "ROLLBACK_SUPERVISOR": name_process(os.getpid()),
+            "ROLLBACK_REFUSAL": "/p/refusal.json",
         }
 
 
