@@ -65,7 +65,7 @@ def _keep(
     paths: EndMarkPaths, job: HostsOfJob, gone: Sequence[int], noticed: float, deadline: float, lost_at: int | None
 ) -> dict[str, object]:
     """Returns what the result tells of it."""
-    hosts = Hosts(job.place, job.keys, job.hosts, job.own)
+    hosts = Hosts(job)
     (hosts.ring if lost_at is None else hosts.speak_for)()
     exchange = Exchange(hosts, _judge_ahead, deadline - time.monotonic())
     seen = int(noticed * 1e9) if lost_at is None else lost_at
@@ -128,7 +128,7 @@ def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.E
 
 def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
     """Whether these marks are of a host of this attempt of which nobody answers. Raises StoreGone."""
-    of_this_job = (job.place, job.keys, [*job.hosts]) == (hosts.place, hosts.keys, hosts.hosts)
+    of_this_job = (job.place, job.keys, job.hosts) == (hosts.job.place, hosts.job.keys, hosts.hosts)
     of_another_host = job.own in hosts.hosts and job.own == min(job.ranks, default=None) and job.own != hosts.own
     left = all(end_marks.has_left(copied.marks, rank) for rank in job.ranks)
     return of_this_job and of_another_host and not left and not hosts.answers(job.own)
