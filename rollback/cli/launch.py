@@ -19,12 +19,11 @@ from rollback.live.screen import Screen
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import ENV_SEAL, use
 from rollback.supervisor import preflight
-from rollback.supervisor.attempts import LaunchOptions
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import supervise
-from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.command import LaunchedJob, LaunchOptions
 from rollback.supervisor.torchrun.flags import FLAGS, read_flags
 from rollback.supervisor.torchrun.redaction import redacted
 from rollback.terminal.messages import line_for, say

@@ -27,11 +27,11 @@ from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 from rollback.rundir.seal import ENV_SEAL
-from rollback.supervisor.attempts import LaunchOptions
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.preflight import default_run, require_script
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.flags import FLAGS
 from rollback.terminal.messages import printable, printable_lines
 
