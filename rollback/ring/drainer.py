@@ -1,8 +1,8 @@
 """The thread that fills the durable ring. It runs in the supervisor, or in rank 0 where there is no supervisor.
 
     phase      the thread                                              what moves it on
-    FOLLOWING  reads the ranks' journal and copies what is due         `finish`
-    FINISHING  copies what is left, the newest checkpoint included     nothing is left, or a copy fails
+    FOLLOWING  reads the ranks' journal and copies what is due         `finish`, `close`
+    FINISHING  copies what is left, the newest checkpoint included     nothing is left, or a copy fails; `close`
     FINISHED   waits                                                   `close`
     CLOSING    brings the record up to date a last time                done, or failed
     CLOSED     has ended
@@ -147,8 +147,8 @@ class Drainer:
 
     def close(self) -> None:
         """No more facts come: bring the record up to date and end. Returns at once; `wait` for CLOSED."""
-        self._move(DrainPhase.FOLLOWING, DrainPhase.CLOSING)
-        self._move(DrainPhase.FINISHED, DrainPhase.CLOSING)
+        for phase in (DrainPhase.FOLLOWING, DrainPhase.FINISHING, DrainPhase.FINISHED):
+            self._move(phase, DrainPhase.CLOSING)
 
     def give_up(self) -> None:
         """Cancel the present operation, as far as a request in progress allows it."""

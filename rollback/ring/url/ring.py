@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rollback.checkpoints.format.manifest import CheckpointFile, FrozenRecord, Manifest
-from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
+from rollback.errors import BRING_BACK, CheckpointDamaged, RingUnavailable, RunDirectoryError, RunDoesNotFit
 from rollback.ring.copy_requests import CopyingHosts
 from rollback.ring.url import record
 from rollback.ring.url.fetch import bring, is_abandoned, read_manifest_at, relation_of, require_same_run
@@ -64,9 +64,11 @@ class RingAtUrl:
 
     def open(self) -> None:
         """Read what is there. Raises RunDoesNotFit unless the record there is a prefix of the run directory's
-        record."""
+        record, and RunDirectoryError where that cannot be read."""
         identity = read_identity(self._paths)
-        assert identity is not None  # written before any rank attaches
+        if identity is None:  # it was there before any rank attached
+            hint = BRING_BACK.format(self._paths.root)
+            raise RunDirectoryError(f"reading {self._paths.identity}: it is gone", hint=hint)
         indexes = read_indexes(self._store)
         start = first_index(identity.run_id, self._writer)
         if indexes and is_abandoned(self._store, indexes[0], identity):

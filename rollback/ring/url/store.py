@@ -74,7 +74,7 @@ class Store:
         self._given_up = threading.Event()
         self.progress = StoreProgress()
         self._protocol = urlsplit(url).scheme
-        self._connect()
+        self._refused = True  # connected with the first operation: some file systems reach for the network then
 
     def _connect(self) -> None:
         """Read the credentials, among other things."""
