@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rollback.checkpoints.fast_tier.record_marks import write_mark
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
-from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
+from rollback.errors import RunDirectoryError, reading_checkpoint
 from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, Below, NamedBelow, RunPaths, shard_name
 from rollback.system import files
 from rollback.system.durable import write_file
@@ -229,11 +229,11 @@ def forget(slots: SlotPaths, number: int) -> None:
 class HeldSlot:
     """A slot that is not written for as long as this holds it. Any process.
 
-    Raises CheckpointDamaged where there is none.
+    Raises CheckpointDamaged where there is none, CheckpointUnreadable where the system refuses to open it.
     """
 
     def __init__(self, directory: Path) -> None:
-        with reporting(CheckpointDamaged, f"opening the slot {directory}"):
+        with reading_checkpoint(f"opening the slot {directory}"):
             self._fd: int | None = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
         self._one_lets_go = threading.Lock()
