@@ -34,7 +34,8 @@ _STORAGES = {
 _PLAIN = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 """The second also says the type, for types whose storage has no name of its own."""
 _NOT_SOUND = (
-    ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError, struct.error, zipfile.BadZipFile,
+    ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError, OverflowError, struct.error,
+    zipfile.BadZipFile,
 )  # fmt: skip
 _PICKLE_LIMIT = 1 << 20  # bytes of a tensor's description
 
@@ -172,11 +173,14 @@ def read_contents_of(folder: Path) -> tuple[dict[str, list[tuple[Part, Stored]]]
     table = read_pickled(text)
     if not isinstance(table, Named) or table.name != f"{_MODULE}metadata.Metadata":
         raise ValueError(f"{METADATA} is not that of a DCP checkpoint")
-    places = _places(table["storage_data"])
     found: dict[str, list[tuple[Part, Stored]]] = {}
-    for name, item in _mapping(table["state_dict_metadata"]).items():
-        if isinstance(item, Named) and item.name == f"{_MODULE}metadata.TensorStorageMetadata":
-            found[str(name)] = list(_parts(folder, str(name), item, places))
+    try:
+        places = _places(table["storage_data"])
+        for name, item in _mapping(table["state_dict_metadata"]).items():
+            if isinstance(item, Named) and item.name == f"{_MODULE}metadata.TensorStorageMetadata":
+                found[str(name)] = list(_parts(folder, str(name), item, places))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{METADATA} has something in it that is not what it should be: {error}") from error
     return found, [folder / file for file in sorted({place.file for place in places.values()})]
 
 

@@ -15,12 +15,14 @@ def require_url(url: str) -> None:
     import fsspec
 
     require_no_credentials(url)
-    parts = urlsplit(url)
+    none = UsageError(f"the ring {url!r} is not a URL", hint="write PROTOCOL://PLACE, for example s3://bucket/runs/one")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # a bracket without the other one
+        raise none from error
     protocol = parts.scheme
     if not protocol or "://" not in url:
-        raise UsageError(
-            f"the ring {url!r} is not a URL", hint="write PROTOCOL://PLACE, for example s3://bucket/runs/one"
-        )
+        raise none
     if not (parts.netloc + parts.path).strip("/"):
         raise UsageError(f"the ring {url!r} names no place", hint="for example s3://bucket/runs/one")
     if protocol in _OF_ONE_PROCESS:
