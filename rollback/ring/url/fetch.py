@@ -82,6 +82,7 @@ def unfetch(paths: RunPaths, brought: Iterable[str]) -> None:
     if not made:
         return
     for name in ring.names(paths):
+        files.unlink(paths.pin(name))  # it came with the record
         ring.evict(paths, name)
     frozen.sweep(paths, ())
     for path in (column_path(paths.metrics), *made):
