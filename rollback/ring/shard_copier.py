@@ -171,7 +171,7 @@ class ShardCopier:
         if wanted.ring is not None:
             if self._store is None or self._store.url != wanted.ring.rstrip("/"):
                 self._store = Store(wanted.ring)
-            with self._store.progress.if_stuck(let_go):
+            with self._store.if_stuck(let_go):
                 put_checkpoint_file(self._store, file, place.manifest, place.directory)
             return
         arriving = self._paths.draining(wanted.name)

@@ -29,7 +29,6 @@ from rollback.errors import (
 from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.ring.url import fetch as fetching
-from rollback.ring.url import progress
 from rollback.ring.url import ring as at_url_ring
 from rollback.ring.url import store as storing
 from rollback.ring.url.fetch import fetch, unfetch
@@ -111,7 +110,7 @@ def test_where_nothing_gets_through_to_the_ring_nobody_holds_what_is_copied(
     at_url, told = opened(run.paths), list[str]()
     for name, seconds in ((NAMES[0], 0.0), (NAMES[1], 0.1)):  # of each operation there
         bucket.delay = seconds
-        monkeypatch.setattr(progress, "STUCK", 0.05 if seconds else 60.0)
+        monkeypatch.setattr(storing, "STUCK", 0.05 if seconds else 60.0)
         with at_url.if_stuck(lambda name=name: told.append(name)):  # type: ignore[misc]
             put(at_url, run.paths, name)
     assert told == [NAMES[1]]

@@ -53,7 +53,11 @@ def require_no_credentials(url: str) -> None:
     for part in re.split(r"::|://", url):
         user, at, _ = re.split(r"[/?#]", part.lstrip("/"), maxsplit=1)[0].rpartition("@")
         if at and (":" in unquote(user) or not (protocol in _USERS or part.startswith("/"))):
-            raise _names_credentials(url)
+            shown = re.sub(r"[^/:@]*(:[^/@]*)?@", "…@", _without_fields(url))
+            raise UsageError(
+                f"the ring {shown} names credentials, and the URL is written into the run's record",
+                hint="leave them to the environment or to fsspec's configuration files",
+            )
         protocol = part
     if set(unquote(url)) & {"?", "#"}:
         raise UsageError(
@@ -64,11 +68,3 @@ def require_no_credentials(url: str) -> None:
 
 def _without_fields(url: str) -> str:
     return re.split(r"[?#]|%3[fF]|%23", url, maxsplit=1)[0]
-
-
-def _names_credentials(url: str) -> UsageError:
-    shown = re.sub(r"[^/:@]*(:[^/@]*)?@", "…@", _without_fields(url))
-    return UsageError(
-        f"the ring {shown} names credentials, and the URL is written into the run's record",
-        hint="leave them to the environment or to fsspec's configuration files",
-    )
