@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from enum import Enum
+from enum import IntEnum
 from functools import partial
 
 from rollback.checkpoints import pins, tiers
@@ -57,12 +57,12 @@ SecondTarget = RingInRun | RunFromUrl
 """Where the final state of a complete run is copied to as well: the run directory."""
 
 
-class DrainPhase(Enum):
-    FOLLOWING = "following"
-    FINISHING = "finishing"
-    FINISHED = "finished"
-    CLOSING = "closing"
-    CLOSED = "closed"
+class DrainPhase(IntEnum):
+    FOLLOWING = 1
+    FINISHING = 2
+    FINISHED = 3
+    CLOSING = 4
+    CLOSED = 5
 
 
 _NEXT = {DrainPhase.FINISHING: DrainPhase.FINISHED, DrainPhase.CLOSING: DrainPhase.CLOSED}
@@ -158,9 +158,8 @@ class Drainer:
 
     def wait(self, phase: DrainPhase, seconds: float) -> bool:
         """Wait until the thread has reached or passed a phase. False: it has not within so many seconds."""
-        order = list(DrainPhase)
         with self._changed:
-            return self._changed.wait_for(lambda: order.index(self._phase) >= order.index(phase), seconds)
+            return self._changed.wait_for(lambda: self._phase >= phase, seconds)
 
     def _move(self, before: DrainPhase, after: DrainPhase) -> None:
         with self._changed:

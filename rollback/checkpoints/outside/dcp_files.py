@@ -140,18 +140,12 @@ class _Slice(io.RawIOBase):
     def __init__(self, file: io.FileIO, place: _Place) -> None:
         self._file, self._place, self._at = file, place, 0
 
-    def readable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._place.length}[whence]
         self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, memory: Any) -> int:
