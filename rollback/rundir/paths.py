@@ -126,7 +126,7 @@ class RunPaths:
     pins = Below("pins")
     requests = Below("requests")
     incidents = Below("incidents")
-    record_elsewhere = Below("record-elsewhere.json")
+    record_location = Below("record-elsewhere.json")
 
     heartbeat = NamedBelow("ranks/rank-{:05d}.json")
     draws = NamedBelow("draws/rank-{:05d}.bin")
