@@ -179,9 +179,13 @@ LET_IT_BE_READ = (
 )
 
 
-def unreadable(doing: str, error: OSError) -> CheckpointUnreadable:
-    """What the system refuses of a checkpoint, as an error for the reader: `DOING: reason`."""
-    kind = CheckpointForbidden if isinstance(error, PermissionError) else CheckpointUnreadable
+def unreadable(doing: str, error: OSError) -> CheckpointUnusable:
+    """What the system refuses of a checkpoint, as an error for the reader: `DOING: reason`. What is not there, or is
+    something else, is damaged; of the rest nobody knows."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        kind: type[CheckpointUnusable] = CheckpointDamaged
+    else:
+        kind = CheckpointForbidden if isinstance(error, PermissionError) else CheckpointUnreadable
     return kind(f"{doing}: {error.strerror or error}")
 
 

@@ -33,7 +33,9 @@ from dataclasses import dataclass
 
 from rollback.config import PRESETS, Reach, Settings
 from rollback.data_stream import SINGLE_BATCHES, DataStream
-from rollback.facts.training import Action, GivingUp, Incident, Planned, Window
+from rollback.facts.ending import GivingUp
+from rollback.facts.incidents import Action, Incident, Planned
+from rollback.facts.training import Window
 from rollback.wording import counted
 
 LEVEL_KNOWN = 48

@@ -55,7 +55,7 @@ def pinned(paths: RunPaths) -> list[CheckpointName]:
         found = os.listdir(paths.pins)
     except FileNotFoundError:
         return []
-    return sorted(filter(None, map(CheckpointName.parse, found)), key=lambda name: name.sort_key)
+    return CheckpointName.sorted(found)
 
 
 def _require_in_ring(paths: RunPaths, name: str) -> None:

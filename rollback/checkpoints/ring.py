@@ -91,7 +91,7 @@ def abandon(paths: RunPaths, name: str, attempt: int) -> None:
 
 def names(paths: RunPaths) -> list[CheckpointName]:
     """Names of all committed checkpoints, oldest first, whether or not they verify."""
-    return sorted(filter(None, map(CheckpointName.parse, _directories(paths))), key=lambda name: name.sort_key)
+    return CheckpointName.sorted(_directories(paths))
 
 
 def _directories(paths: RunPaths) -> list[str]:
@@ -159,8 +159,7 @@ def quarantine(paths: RunPaths, name: str) -> None:
     files.rename(paths.checkpoint(name), aside)
     sync_directory(paths.quarantine)
     sync_directory(paths.ring)
-    others = [parsed for path in paths.quarantine.iterdir() if (parsed := CheckpointName.parse(path.name))]
-    others = sorted((other for other in others if other != name), key=lambda other: other.sort_key)
+    others = CheckpointName.sorted(path.name for path in paths.quarantine.iterdir() if path.name != name)
     for oldest in others[: max(0, len(others) + 1 - _IN_QUARANTINE)]:
         with contextlib.suppress(OSError):  # once more the next time
             files.remove_directory(paths.quarantine / oldest)

@@ -129,10 +129,10 @@ def hold_slot(place: Located) -> Iterator[Callable[[], None]]:
     if place.tier == "durable":  # it leaves by rename: what is open stays readable, the rest is damage to a reader
         yield lambda: None
         return
-    with slots.reading(place.directory) as (manifest, slot):
+    with slots.reading(place.directory) as (manifest, let_go):
         if manifest.name != place.name:
             raise CheckpointDamaged(f"the slot {place.directory} holds {manifest.name} now, not {place.name}")
-        yield slot.let_go
+        yield let_go
 
 
 def has_left(place: Located) -> bool:

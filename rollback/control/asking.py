@@ -29,6 +29,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Request
+from rollback.system import files
 
 _POLL = 0.1
 _LOOK_FOR_LIFE = 1.0
@@ -144,8 +145,7 @@ def wait_for_answer(asked: SubmittedRequest, seconds: float) -> Reply:
     now, journal = time.monotonic(), asked.paths.train_journal
     until, look_at, size, gone = now + seconds, now + _LOOK_FOR_LIFE, -1, 0
     while True:
-        present = journal.stat().st_size if journal.exists() else 0
-        if present != size:
+        if (present := files.size_of(journal)) != size:
             size = present
             if (answer := _answer(asked)) is not None:
                 _wait_for_end(asked, until)

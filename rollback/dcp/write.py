@@ -45,7 +45,8 @@ def export_dcp(run: ReadableRun, word: str | None, output: Path, *, force: bool 
 
     Raises as `export`, and UsageError where the checkpoint does not say which parameter the optimizer's state is of.
     """
-    _require_place(output, run.root, force=force)
+    with reporting(OutputNotWritten, f"writing {output}"):
+        _require_place(output, run.root, force=force)
     with open_checkpoint(run, word) as found:
         identity = read_identity(RunPaths(run.root))
         if identity is None:
@@ -177,6 +178,8 @@ def _replacing_directory(output: Path) -> Iterator[Path]:
             os.rename(temporary, output)
             sync_directory(output.parent)
         finally:
+            if aside.exists() and temporary.exists():  # what is new did not get its place
+                os.rename(aside, output)
             for leftover in (temporary, aside):
                 shutil.rmtree(leftover, ignore_errors=True)
 
@@ -188,4 +191,4 @@ def _first_cause(error: CheckpointException) -> Exception:
         if isinstance(cause, OSError | CheckpointUnusable):
             return cause
         last, cause = cause, cause.__cause__ or cause.__context__
-    return OSError(str(last).splitlines()[0]) if error.failures else OSError(str(error))
+    return OSError((str(last) or type(last).__name__).splitlines()[0]) if error.failures else OSError(str(error))

@@ -14,10 +14,15 @@ Why = Literal[
 first is the first cause. `rollback.supervisor.diagnosis.first_cause` has the table."""
 
 
-class AttemptStarted(Fact):
-    """torchrun was started. What looks like a secret is `***` or left out."""
+class SupervisorFact(Fact):
+    """Base of all facts of the supervisor's journal."""
 
     writer: ClassVar[Writer] = "supervisor"
+
+
+class AttemptStarted(SupervisorFact):
+    """torchrun was started. What looks like a secret is `***` or left out."""
+
     kind: Literal["attempt_started"] = "attempt_started"
     command: tuple[str, ...]
     host: str
@@ -40,10 +45,9 @@ class AttemptStarted(Fact):
     """The salt of the run."""
 
 
-class AttemptEnded(Fact):
+class AttemptEnded(SupervisorFact):
     """torchrun and all its ranks are gone."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["attempt_ended"] = "attempt_ended"
     status: int
     cause: str
@@ -66,10 +70,9 @@ class AttemptEnded(Fact):
     """The samples of the batch that may have caused the failure."""
 
 
-class Hung(Fact):
+class Hung(SupervisorFact):
     """No rank showed progress for `limit` seconds: the supervisor took stacks and ended everything."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["hung"] = "hung"
     suspect: int | None
     """The rank that the others seem to wait for; null: no rank stands out."""
@@ -86,10 +89,9 @@ class Hung(Fact):
         return f"hang: {self.reason}; nothing moved for {self.silent:.0f} s; ending all ranks"
 
 
-class StuckAtExit(Fact):
+class StuckAtExit(SupervisorFact):
     """All ranks had closed their guards, and some did not exit: the supervisor ends them. Their work is complete."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["stuck_at_exit"] = "stuck_at_exit"
     ranks: tuple[int, ...]
     """The ranks of this host that still existed."""
@@ -101,10 +103,9 @@ class StuckAtExit(Fact):
         return f"all ranks had done their work {self.silent:.0f} s ago, and some have not ended{who}: ending them"
 
 
-class Blamed(Fact):
+class Blamed(SupervisorFact):
     """A rank raised the same exception again, at the same batch or with the same sample."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["blamed"] = "blamed"
     window: Window
     """From this window on, the next attempt leaves `samples` out; where it knows no samples, it skips the window."""
@@ -128,20 +129,18 @@ class Blamed(Fact):
         return f"the same exception in attempts {attempts} (fingerprint {self.fingerprint}): {self.error}"
 
 
-class RestartScheduled(Fact):
+class RestartScheduled(SupervisorFact):
     """The supervisor will start another attempt."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["restart_scheduled"] = "restart_scheduled"
     delay: float
     budget_left: int
     reason: str
 
 
-class NodeReplaced(Fact):
+class NodeReplaced(SupervisorFact):
     """From the next attempt on, a spare node has the place of another node."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["node_replaced"] = "node_replaced"
     node: str
     by: str
@@ -155,10 +154,9 @@ class NodeReplaced(Fact):
         return f"{self.node} {why}: {self.by} takes its place (node rank {self.rank})"
 
 
-class SpareNodes(Fact):
+class SpareNodes(SupervisorFact):
     """The nodes that wait have changed. They wait for the place of a node that is lost, or that fails."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["spare_nodes"] = "spare_nodes"
     nodes: tuple[str, ...]
     unfit: dict[str, str] = Field(default_factory=dict)
@@ -169,10 +167,9 @@ class SpareNodes(Fact):
         return (", ".join(self.nodes) or "none") + unfit
 
 
-class PartBroughtBack(Fact):
+class PartBroughtBack(SupervisorFact):
     """A node lacked its part of a snapshot, and got it from another host's memory before its ranks started."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["part_brought_back"] = "part_brought_back"
     node: str
     checkpoint: str
@@ -186,10 +183,9 @@ class PartBroughtBack(Fact):
         return f"{self.node} got its part of step {self.step} from the memory of {self.source} in {self.seconds:.1f} s"
 
 
-class NoBuddyCopy(Fact):
+class NoBuddyCopy(SupervisorFact):
     """A node's snapshots are in no other host's memory (`--replicas 2`), and are lost with its host; or are again."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["no_buddy_copy"] = "no_buddy_copy"
     node: str
     reason: str | None
@@ -205,20 +201,18 @@ ABOUT_NODES = (NodeReplaced, PartBroughtBack, NoBuddyCopy)
 """What reports tell of an attempt's nodes, in words."""
 
 
-class Signalled(Fact):
+class Signalled(SupervisorFact):
     """The supervisor was told to stop and passed the signal on to the ranks."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["signalled"] = "signalled"
     signal: str
     node: str | None = None
     """The node whose supervisor was told, if it was another one."""
 
 
-class RunEnded(Fact):
+class RunEnded(SupervisorFact):
     """The supervisor has finished its work on this run for now."""
 
-    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["run_ended"] = "run_ended"
     exit_code: int
     """What it exited with."""

@@ -1,8 +1,8 @@
 """The thread that fills the durable ring. It runs in the supervisor, or in rank 0 where there is no supervisor.
 
     phase      the thread                                              what moves it on
-    FOLLOWING  reads the ranks' journal and copies what is due         `finish`
-    FINISHING  copies what is left, the newest checkpoint included     nothing is left, or a copy fails
+    FOLLOWING  reads the ranks' journal and copies what is due         `finish`, `close`
+    FINISHING  copies what is left, the newest checkpoint included     nothing is left, or a copy fails; `close`
     FINISHED   waits                                                   `close`
     CLOSING    brings the record up to date a last time                done, or failed
     CLOSED     has ended
@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from enum import Enum
+from enum import IntEnum
 from functools import partial
 
 from rollback.checkpoints import pins, tiers
@@ -57,12 +57,12 @@ SecondTarget = RingInRun | RunFromUrl
 """Where the final state of a complete run is copied to as well: the run directory."""
 
 
-class DrainPhase(Enum):
-    FOLLOWING = "following"
-    FINISHING = "finishing"
-    FINISHED = "finished"
-    CLOSING = "closing"
-    CLOSED = "closed"
+class DrainPhase(IntEnum):
+    FOLLOWING = 1
+    FINISHING = 2
+    FINISHED = 3
+    CLOSING = 4
+    CLOSED = 5
 
 
 _NEXT = {DrainPhase.FINISHING: DrainPhase.FINISHED, DrainPhase.CLOSING: DrainPhase.CLOSED}
@@ -147,8 +147,8 @@ class Drainer:
 
     def close(self) -> None:
         """No more facts come: bring the record up to date and end. Returns at once; `wait` for CLOSED."""
-        self._move(DrainPhase.FOLLOWING, DrainPhase.CLOSING)
-        self._move(DrainPhase.FINISHED, DrainPhase.CLOSING)
+        for phase in (DrainPhase.FOLLOWING, DrainPhase.FINISHING, DrainPhase.FINISHED):
+            self._move(phase, DrainPhase.CLOSING)
 
     def give_up(self) -> None:
         """Cancel the present operation, as far as a request in progress allows it."""
@@ -158,9 +158,8 @@ class Drainer:
 
     def wait(self, phase: DrainPhase, seconds: float) -> bool:
         """Wait until the thread has reached or passed a phase. False: it has not within so many seconds."""
-        order = list(DrainPhase)
         with self._changed:
-            return self._changed.wait_for(lambda: order.index(self._phase) >= order.index(phase), seconds)
+            return self._changed.wait_for(lambda: self._phase >= phase, seconds)
 
     def _move(self, before: DrainPhase, after: DrainPhase) -> None:
         with self._changed:

@@ -13,6 +13,7 @@ from rollback.errors import (
     CheckpointUnusable,
     RingUnavailable,
     RollbackError,
+    RunDirectoryError,
     message_of,
 )
 from rollback.facts import training as facts
@@ -78,9 +79,10 @@ class ShardCopier:
         while self._wanted() is not None or not self._met:
             if time.monotonic() - began > (patience if ended and self._met else _MOMENT):
                 return
-            for record in tail.new():
-                if isinstance(record.fact, facts.Attached | EndedTogether):
-                    ended = not isinstance(record.fact, facts.Attached)
+            with contextlib.suppress(RunDirectoryError):  # a record that cannot be read reports nothing
+                for record in tail.new():
+                    if isinstance(record.fact, facts.Attached | EndedTogether):
+                        ended = not isinstance(record.fact, facts.Attached)
             time.sleep(_POLL)
 
     def close(self, *, over: bool, durable: Collection[str] = ()) -> None:
@@ -128,6 +130,7 @@ class ShardCopier:
             self._serve(wanted, self._publisher)
 
     def _serve(self, wanted: CopyRequest, publisher: RecordPublisher[CopyReport]) -> None:
+        place: tiers.Located | None = None
         try:
             if tiers.fast_tier_of(self._paths) is None:
                 raise RingUnavailable(f"there is no fast tier on {self._host}")  # its ranks may be about to make it
@@ -147,9 +150,10 @@ class ShardCopier:
                     self._copy(wanted, file, place, let_go)
                     publisher.show(done=(*publisher.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
-            text = message_of(error)
             final, left = isinstance(error, CheckpointUnusable | IndexError), isinstance(error, CheckpointLeft)
-            publisher.show(fault=f"{self._host}: {text}", final=final, left=left)
+            if final and place is not None:  # what was read of it may have been another one's by then
+                left = left or tiers.has_left(place)
+            publisher.show(fault=f"{self._host}: {message_of(error)}", final=final, left=left)
 
     @staticmethod
     def _files(wanted: CopyRequest, manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:
@@ -167,7 +171,7 @@ class ShardCopier:
         if wanted.ring is not None:
             if self._store is None or self._store.url != wanted.ring.rstrip("/"):
                 self._store = Store(wanted.ring)
-            with self._store.progress.if_stuck(let_go):
+            with self._store.if_stuck(let_go):
                 put_checkpoint_file(self._store, file, place.manifest, place.directory)
             return
         arriving = self._paths.draining(wanted.name)

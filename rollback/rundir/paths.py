@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,11 @@ class CheckpointName(str):
     def parse(cls, text: str) -> "CheckpointName | None":
         """None for text that is no checkpoint's name: a file beside checkpoints, an operator's word."""
         return cls(text) if _CHECKPOINT_NAME.fullmatch(text) else None
+
+    @classmethod
+    def sorted(cls, texts: Iterable[str]) -> "list[CheckpointName]":
+        """Those of these texts that are names of checkpoints, oldest first."""
+        return sorted(filter(None, map(cls.parse, texts)), key=lambda name: name.sort_key)
 
     @property
     def sort_key(self) -> tuple[int, int]:
@@ -121,7 +126,7 @@ class RunPaths:
     pins = Below("pins")
     requests = Below("requests")
     incidents = Below("incidents")
-    record_elsewhere = Below("record-elsewhere.json")
+    record_location = Below("record-elsewhere.json")
 
     heartbeat = NamedBelow("ranks/rank-{:05d}.json")
     draws = NamedBelow("draws/rank-{:05d}.bin")

@@ -32,15 +32,15 @@ def write_record_location(
     """Write down where the record is, and what it has of this host's files."""
     told = {"host": host, "directory": directory, "handed_over": has.until, "ends": dict(has.ends)}
     try:
-        write_file(paths.record_elsewhere, json.dumps(told).encode(), durable=False)
+        write_file(paths.record_location, json.dumps(told).encode(), durable=False)
     except OSError as error:
-        say(f"writing {paths.record_elsewhere} failed ({error})")
+        say(f"writing {paths.record_location} failed ({error})")
 
 
 def forget_record_location(paths: RunPaths) -> None:
     """The record is here from now on."""
     with contextlib.suppress(OSError):
-        files.unlink(paths.record_elsewhere)
+        files.unlink(paths.record_location)
 
 
 def read_record_location(paths: RunPaths) -> tuple[str, str] | None:
@@ -48,10 +48,10 @@ def read_record_location(paths: RunPaths) -> tuple[str, str] | None:
 
     A host that followed after it had led has an old record, too. What is written to last counts.
     """
-    if _written(paths.train_journal) > _written(paths.record_elsewhere):
+    if _written(paths.train_journal) > _written(paths.record_location):
         return None
     try:
-        body = read_json(paths.record_elsewhere, _LIMIT)
+        body = read_json(paths.record_location, _LIMIT)
         host, directory = str(body["host"])[:255], str(body["directory"])[:4096]
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -61,7 +61,7 @@ def read_record_location(paths: RunPaths) -> tuple[str, str] | None:
 def read_handed_over(paths: RunPaths) -> HandedOver:
     """What the record has of this host's files."""
     try:
-        body = read_json(paths.record_elsewhere, _LIMIT)
+        body = read_json(paths.record_location, _LIMIT)
         ends = body.get("ends", {})
         return HandedOver(int(body.get("handed_over", 0)), {str(name): int(end) for name, end in ends.items()})
     except (OSError, ValueError, TypeError, AttributeError):

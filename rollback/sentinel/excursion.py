@@ -346,11 +346,13 @@ def _found(
 
 
 def _returns(last: list[MeasuredObservation], by: int) -> bool:
-    """Whether an exponential through the heights, all of them above zero, is low before the step `by`."""
+    """Whether an exponential through the heights, all of them above zero, is low before the step `by`. Not where all
+    are of one step, as lines of a log may be: there is none."""
     steps, logs = [reading.step for reading in last], [math.log(reading.height) for reading in last]
     middle = sum(steps) / len(steps)
-    slope = sum((step - middle) * log for step, log in zip(steps, logs, strict=True))
-    slope /= sum((step - middle) ** 2 for step in steps)
+    if not (spread := sum((step - middle) ** 2 for step in steps)):
+        return False
+    slope = sum((step - middle) * log for step, log in zip(steps, logs, strict=True)) / spread
     return steps[-1] < by and sum(logs) / len(logs) + slope * (by - middle) < math.log(LOW)
 
 

@@ -19,7 +19,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord, read_manifest
 from rollback.config import Settings
-from rollback.errors import CheckpointLeft, CheckpointUnusable, RingUnavailable
+from rollback.errors import CheckpointDamaged, CheckpointLeft, CheckpointUnusable, RingUnavailable
 from rollback.facts.training import Drained, Fact
 from rollback.ring import copy_requests, shard_copier
 from rollback.ring.copy_requests import CopyingHosts, CopyReport, CopyRequest, unclaimed, under_way
@@ -33,7 +33,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir import host_records
 from rollback.rundir import paths as names
 from rollback.rundir.identity import read_identity
-from rollback.rundir.paths import RunPaths, pack_name, shard_name
+from rollback.rundir.paths import MANIFEST, RunPaths, pack_name, shard_name
 
 URL = "faulty://bucket/runs/one"
 
@@ -370,6 +370,28 @@ def test_a_host_keeps_its_memory_where_the_newest_in_it_is_nowhere_else(run: Run
     copier.start()
     copier.close(over=True)
     assert tiers.fast_tier_of(run.hosts[1]) is not None
+
+
+def test_a_part_that_leaves_its_slot_while_it_is_copied_is_not_taken_for_damaged(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing gets through, the slot is let go: its ranks take another snapshot, and the hash is of that one."""
+
+    def copied_too_late(source: Path, target: Path, shard: ShardRecord) -> None:
+        (source.parent / MANIFEST).unlink()
+        raise CheckpointDamaged("the hash is another one")
+
+    name = run.into_slots(1, 10)
+    monkeypatch.setattr(shard_copier, "copy_shard", copied_too_late)
+    with run.helped(), pytest.raises(CheckpointLeft, match="the hash is another one"):
+        run.put(run.ring_in_run(), name)
+
+
+def test_a_record_that_cannot_be_read_keeps_no_rank_from_ending(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_copier, "_MOMENT", 0.2)
+    run.paths.train_journal.write_bytes(b"not\na journal\n")
+    with run.helped() as copier:
+        copier.linger(60.0)
 
 
 def stop_publishing(at_run: RingInRun) -> None:

@@ -30,10 +30,9 @@ from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
 from rollback.ring.url import fetch as fetching
-from rollback.ring.url import progress
 from rollback.ring.url import ring as at_url_ring
 from rollback.ring.url import store as storing
-from rollback.ring.url.fetch import fetch
+from rollback.ring.url.fetch import fetch, unfetch
 from rollback.ring.url.index import read_indexes
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
@@ -112,7 +111,7 @@ def test_where_nothing_gets_through_to_the_ring_nobody_holds_what_is_copied(
     at_url, told = opened(run.paths), list[str]()
     for name, seconds in ((NAMES[0], 0.0), (NAMES[1], 0.1)):  # of each operation there
         bucket.delay = seconds
-        monkeypatch.setattr(progress, "STUCK", 0.05 if seconds else 60.0)
+        monkeypatch.setattr(storing, "STUCK", 0.05 if seconds else 60.0)
         with at_url.if_stuck(lambda name=name: told.append(name)):  # type: ignore[misc]
             put(at_url, run.paths, name)
     assert told == [NAMES[1]]
@@ -559,6 +558,21 @@ def test_a_ring_whose_run_was_lost_before_its_first_checkpoint_is_nobodys(
     assert journal(new) == journal(other.paths)
     with pytest.raises(RunDoesNotFit, match="belongs to run"):
         opened(run.paths)
+
+
+def test_what_was_fetched_for_another_job_leaves_nothing_behind_though_it_is_pinned(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    run.paths.pin(NAMES[-1]).write_text('{"at": "2030-01-01"}')
+    at_url = opened(run.paths)
+    for name in NAMES:
+        put(at_url, run.paths, name)
+    empty = RunPaths(tmp_path / "empty")
+    empty.root.mkdir()
+    brought = fetch(Store(URL), empty, lambda text: None)
+    assert NAMES[-1] in ring.names(empty)
+    unfetch(empty, brought)
+    assert list(empty.root.iterdir()) == []
 
 
 def test_a_run_directory_that_is_ahead_stays_and_one_that_is_behind_is_completed(

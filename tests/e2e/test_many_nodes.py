@@ -147,7 +147,7 @@ def test_nodes_that_share_a_directory_and_have_a_bucket_too_meet_in_the_director
         assert (first.why, first.rank, second.status) == ("signal", 1, 0)
         assert len(supervisor_facts(nodes.run, AttemptStarted)[0].nodes) == 2
         assert not nodes.paths.nodes.exists()
-        assert not nodes.paths.record_elsewhere.exists()
+        assert not nodes.paths.record_location.exists()
 
 
 def test_nodes_that_do_not_meet_say_what_they_must_share(tmp_path: Path) -> None:

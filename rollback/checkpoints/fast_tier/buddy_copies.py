@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks
-from rollback.checkpoints.fast_tier.slots import BUDDY_COPIES, COPIED_MARKS, SlotPaths, require_own
+from rollback.checkpoints.fast_tier.slots import BUDDY_COPIES, COPIED_MARKS, SlotPaths, give_back, require_own
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.errors import CheckpointUnusable
 from rollback.rundir.paths import MANIFEST
@@ -74,5 +74,4 @@ def keep(tier: SlotPaths, arrived: Path, seat: int, slot: int, name: str, manife
     arrived.rename(directory)
     for other in (*tier.root.glob(BUDDY_COPIES), *tier.root.glob(f"{COPIED_MARKS}/slot-*")):
         if other != directory:
-            files.unlink(other / MANIFEST)
-            files.remove_directory(other)
+            give_back(other)

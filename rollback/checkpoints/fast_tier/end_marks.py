@@ -121,7 +121,7 @@ class EndMarkPaths:
     def bell(self, rank: int) -> Path:
         return self.root / f"bell-{rank:05d}"
 
-    def account(self, rank: int) -> Path:
+    def result(self, rank: int) -> Path:
         return self.root / f"account-{rank:05d}"
 
     @property

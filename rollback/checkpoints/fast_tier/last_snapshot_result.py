@@ -60,7 +60,7 @@ def merged_results(hosts: Iterable[LastSnapshotResult | None]) -> LastSnapshotRe
 
 def write_result(paths: EndMarkPaths, result: LastSnapshotResult) -> None:
     """Raises OSError."""
-    write_file(paths.account(result.rank), result.model_dump_json().encode(), durable=False)
+    write_file(paths.result(result.rank), result.model_dump_json().encode(), durable=False)
 
 
 def read_results(paths: EndMarkPaths, attempt: int | None = None) -> list[LastSnapshotResult]:
@@ -72,4 +72,4 @@ def read_results(paths: EndMarkPaths, attempt: int | None = None) -> list[LastSn
 def forget_results(paths: EndMarkPaths, attempt: int) -> None:
     """Remove those of an attempt of this number. Raises OSError."""
     for result in read_results(paths, attempt):
-        files.unlink(paths.account(result.rank))
+        files.unlink(paths.result(result.rank))

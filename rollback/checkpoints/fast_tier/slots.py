@@ -17,15 +17,14 @@ import json
 import os
 import re
 import stat
-import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.checkpoints.fast_tier.record_marks import write_mark
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
-from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
+from rollback.errors import RunDirectoryError, reading_checkpoint
 from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, Below, NamedBelow, RunPaths, shard_name
 from rollback.system import files
 from rollback.system.durable import write_file
@@ -226,37 +225,25 @@ def forget(slots: SlotPaths, number: int) -> None:
         time.sleep(_LOOK_EVERY)
 
 
-class HeldSlot:
-    """A slot that is not written for as long as this holds it. Any process.
-
-    Raises CheckpointDamaged where there is none.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        with reporting(CheckpointDamaged, f"opening the slot {directory}"):
-            self._fd: int | None = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
-        self._one_lets_go = threading.Lock()
-
-    def let_go(self) -> None:
-        """From now on it may be written. Whoever reads on finds other bytes than the manifest tells of. Any thread."""
-        with self._one_lets_go:
-            if self._fd is not None:
-                os.close(self._fd)
-            self._fd = None
-
-
 @contextlib.contextmanager
-def reading(directory: Path) -> Iterator[tuple[Manifest, HeldSlot]]:
-    """Hold a slot's checkpoint while it is read, or until it is let go.
+def reading(directory: Path) -> Iterator[tuple[Manifest, Callable[[], None]]]:
+    """Hold a slot's checkpoint, so that it is not written while it is read. Any process.
 
-    Raises CheckpointUnusable where there is none (any more).
+    Gives its manifest, and what lets it go before, which any thread may call: from then on whoever reads on finds other
+    bytes than the manifest tells of. Raises CheckpointUnusable where there is none (any more).
     """
-    slot = HeldSlot(directory)
+    with reading_checkpoint(f"opening the slot {directory}"):
+        held = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)]
+
+    def let_go() -> None:
+        with contextlib.suppress(IndexError):  # another one was first
+            os.close(held.pop())
+
     try:
-        yield read_manifest(directory, in_slot=True), slot
+        fcntl.flock(held[0], fcntl.LOCK_SH)
+        yield read_manifest(directory, in_slot=True), let_go
     finally:
-        slot.let_go()
+        let_go()
 
 
 def discard(slots: SlotPaths, number: int) -> None:
@@ -264,11 +251,16 @@ def discard(slots: SlotPaths, number: int) -> None:
     files.remove_directory(slots.slot(number))
 
 
+def give_back(directory: Path) -> bool:
+    """Give the memory of a slot back, or of a copy of one. Raises OSError. False: it holds something that stays."""
+    files.unlink(directory / MANIFEST)  # first: what has one is whole
+    return files.remove_directory(directory)
+
+
 def remove_marks(slots: SlotPaths) -> None:
     """Give the memory of end marks back, and of all slots beside them. Raises OSError."""
     for number in slots.numbers():
-        files.unlink(slots.slot(number) / MANIFEST)  # first: what has one is whole
-        files.remove_directory(slots.slot(number))
+        give_back(slots.slot(number))
     files.remove_directory(slots.root / "last", OF_MARKS)
     files.remove_directory(slots.root)
 
@@ -281,8 +273,7 @@ def remove_copies(slots: SlotPaths) -> None:
     for copied in slots.root.glob(COPIED_MARKS):
         remove_marks(SlotPaths(copied))
     for directory in (*slots.root.glob(BUDDY_COPIES), *slots.root.glob(ARRIVING)):
-        files.unlink(directory / MANIFEST)  # first: what has one is whole
-        files.remove_directory(directory)
+        give_back(directory)
 
 
 def remove(slots: SlotPaths) -> None:
@@ -294,11 +285,9 @@ def remove(slots: SlotPaths) -> None:
         require_own(slots.root)
         if owner_of(slots) is None:
             raise RunDirectoryError(f"{slots.root} has no tier.json of ours: it is left alone")
-        for number in slots.numbers():
-            files.unlink(slots.slot(number) / MANIFEST)
+        stay = [number for number in slots.numbers() if not give_back(slots.slot(number))]
         remove_copies(slots)
         files.remove_directory(slots.root / "last", OF_MARKS)
-        stay = [number for number in slots.numbers() if not files.remove_directory(slots.slot(number))]
         if not stay:
             files.remove_directory(slots.root, _OF_A_TIER)
     with contextlib.suppress(OSError):  # others of this user's runs are in it

@@ -18,23 +18,12 @@ from rollback.checkpoints.format.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 
+_LATER_KEYS = ("nonpersistent_buffers", "object_buffers", "kept", "nonfinite", "broadcasts")
+"""That once there were not: a checkpoint that lacks one has nothing there."""
 _KEYS = {
     "shared": ("model", "optimizer", "objects", "sentinel", "counters"),
-    "local": (
-        "buffers",
-        "nonpersistent_buffers",
-        "object_buffers",
-        "random",
-        "cursor",
-        "kept",
-        "nonfinite",
-        "broadcasts",
-    ),
+    "local": ("buffers", "random", "cursor", *_LATER_KEYS),
 }
-_WITHOUT: Mapping[str, Any] = {
-    key: {} for key in ("kept", "nonpersistent_buffers", "object_buffers", "nonfinite", "broadcasts")
-}
-"""What a checkpoint means that lacks a key: those that once there were not."""
 NUMBERS = frozenset((
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 ))  # fmt: skip
@@ -214,7 +203,7 @@ def _whole(name: str, found: Sequence[tuple[Part, Stored]]) -> StoredParts:
 def require_keys(value: Any, which: str) -> None:
     """Raise CheckpointDamaged unless a decoded tree (`shared` or `local`) has all that a restore takes from it."""
     for key in _KEYS[which]:
-        if not isinstance(value, dict) or not isinstance(value.get(key, _WITHOUT.get(key)), dict):
+        if not isinstance(value, dict) or not isinstance(value.get(key, {} if key in _LATER_KEYS else None), dict):
             raise CheckpointDamaged(f"the tree {which!r} has no {key!r}")
 
 

@@ -4,7 +4,7 @@ One core hashes as fast as it reads, which is about as fast as a copy goes, and 
 done. docs/format.md, "manifest.json", has the rule.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
@@ -41,21 +41,15 @@ class ShardHash:
 
 def hash_pieces(size: int, piece: Callable[[int, int], bytes], threads: int) -> str:
     """The hash of `size` bytes, the pieces hashed by `piece(start, end)`, in so many threads. Raises what that does."""
-    pieces = xxhash.xxh3_128()
     starts = range(0, size, PIECE)
 
     def of_piece(start: int) -> bytes:
         return piece(start, min(start + PIECE, size))
 
-    def gather(found: Iterable[bytes]) -> str:
-        for digest in found:
-            pieces.update(digest)
-        return str(pieces.hexdigest())
-
     if threads == 1 or len(starts) < 2:
-        return gather(map(of_piece, starts))
+        return xxhash.xxh3_128_hexdigest(b"".join(map(of_piece, starts)))
     with ThreadPoolExecutor(min(threads, len(starts)), thread_name_prefix="rollback-hash") as pool:
-        return gather(pool.map(of_piece, starts))
+        return xxhash.xxh3_128_hexdigest(b"".join(pool.map(of_piece, starts)))
 
 
 def hash_of(data: memoryview, threads: int = 1) -> str:

@@ -144,9 +144,7 @@ def not_read(path: Path, error: OSError | ValueError) -> CheckpointUnusable:
     """Why a shard could not be read: it is not there or not to be believed, or else the disk fails, or the limits of
     this process do, and another try makes sense."""
     doing = f"reading the shard {path}"
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-        return unreadable(doing, error)
-    return CheckpointDamaged(f"{doing}: {getattr(error, 'strerror', None) or error}")
+    return unreadable(doing, error) if isinstance(error, OSError) else CheckpointDamaged(f"{doing}: {error}")
 
 
 class _OpenFile:

@@ -34,7 +34,8 @@ _STORAGES = {
 _PLAIN = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 """The second also says the type, for types whose storage has no name of its own."""
 _NOT_SOUND = (
-    ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError, struct.error, zipfile.BadZipFile,
+    ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError, OverflowError, struct.error,
+    zipfile.BadZipFile,
 )  # fmt: skip
 _PICKLE_LIMIT = 1 << 20  # bytes of a tensor's description
 
@@ -139,18 +140,12 @@ class _Slice(io.RawIOBase):
     def __init__(self, file: io.FileIO, place: _Place) -> None:
         self._file, self._place, self._at = file, place, 0
 
-    def readable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._place.length}[whence]
         self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, memory: Any) -> int:
@@ -172,11 +167,14 @@ def read_contents_of(folder: Path) -> tuple[dict[str, list[tuple[Part, Stored]]]
     table = read_pickled(text)
     if not isinstance(table, Named) or table.name != f"{_MODULE}metadata.Metadata":
         raise ValueError(f"{METADATA} is not that of a DCP checkpoint")
-    places = _places(table["storage_data"])
     found: dict[str, list[tuple[Part, Stored]]] = {}
-    for name, item in _mapping(table["state_dict_metadata"]).items():
-        if isinstance(item, Named) and item.name == f"{_MODULE}metadata.TensorStorageMetadata":
-            found[str(name)] = list(_parts(folder, str(name), item, places))
+    try:
+        places = _places(table["storage_data"])
+        for name, item in _mapping(table["state_dict_metadata"]).items():
+            if isinstance(item, Named) and item.name == f"{_MODULE}metadata.TensorStorageMetadata":
+                found[str(name)] = list(_parts(folder, str(name), item, places))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{METADATA} has something in it that is not what it should be: {error}") from error
     return found, [folder / file for file in sorted({place.file for place in places.values()})]
 
 

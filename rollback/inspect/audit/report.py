@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rollback.facts.fact import InitialState, Sharding
-from rollback.facts.training import Action, Outcome, RequestKind, Tier, Window
+from rollback.facts.incidents import Action, Outcome
+from rollback.facts.training import RequestKind, Tier, Window
 from rollback.inspect.document import Document, Point, ReportItem
 from rollback.inspect.record.ending import RunEnding
 from rollback.inspect.record.last_judged import LastJudged

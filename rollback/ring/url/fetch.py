@@ -82,6 +82,7 @@ def unfetch(paths: RunPaths, brought: Iterable[str]) -> None:
     if not made:
         return
     for name in ring.names(paths):
+        files.unlink(paths.pin(name))  # it came with the record
         ring.evict(paths, name)
     frozen.sweep(paths, ())
     for path in (column_path(paths.metrics), *made):
@@ -97,16 +98,16 @@ def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Sa
 
     The older index is used where a piece that the newer one names fails verification.
     """
-    for index, last in ((index, index is indexes[-1]) for index in indexes):
+    *newer, oldest = indexes
+    for index in newer:
         try:
             _complete_record(store, index, paths, say)
-        except CheckpointDamaged as error:
-            if last:
-                raise record.record_unreadable(store.url, error) from error
-            say(f"the newest record at the ring cannot be used ({error.message}); trying the one before it")
-        else:
             return index
-    raise AssertionError("there was no index")
+        except CheckpointDamaged as error:
+            say(f"the newest record at the ring cannot be used ({error.message}); trying the one before it")
+    with record.explained(store.url):
+        _complete_record(store, oldest, paths, say)
+    return oldest
 
 
 def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> None:

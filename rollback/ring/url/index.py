@@ -2,7 +2,6 @@
 
 import json
 import re
-import uuid
 from collections.abc import Iterable
 from datetime import datetime, timezone
 
@@ -78,7 +77,7 @@ class Index(BaseModel, frozen=True, extra="forbid"):
         for name in names:
             if CheckpointName.parse(name) is None:
                 raise ValueError(f"{name!r} is no name of a checkpoint")
-        return tuple(sorted(set(names), key=lambda name: CheckpointName(name).sort_key))
+        return tuple(CheckpointName.sorted({*names}))
 
     @property
     def keys(self) -> set[str]:
@@ -109,10 +108,6 @@ def next_index(
         checkpoints=tuple(checkpoints), frozen=tuple(frozen),
         record=tuple(sorted(record, key=lambda kept: kept.path)),
     )  # fmt: skip
-
-
-def new_writer() -> str:
-    return uuid.uuid4().hex
 
 
 def index_key(generation: int) -> str:

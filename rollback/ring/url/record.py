@@ -144,11 +144,7 @@ def explained(url: str) -> Iterator[None]:
     try:
         yield
     except CheckpointDamaged as error:
-        raise record_unreadable(url, error) from error
-
-
-def record_unreadable(url: str, error: CheckpointDamaged) -> RingUnavailable:
-    return RingUnavailable(
-        f"reading the run's record at {url}: {error.message}",
-        hint="restore the object from a copy or an older version of it, or name another URL; nothing was changed",
-    )
+        raise RingUnavailable(
+            f"reading the run's record at {url}: {error.message}",
+            hint="restore the object from a copy or an older version of it, or name another URL; nothing was changed",
+        ) from error

@@ -2,12 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+import uuid
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rollback.checkpoints.format.manifest import CheckpointFile, FrozenRecord, Manifest
-from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
+from rollback.errors import BRING_BACK, CheckpointDamaged, RingUnavailable, RunDirectoryError, RunDoesNotFit
 from rollback.ring.copy_requests import CopyingHosts
 from rollback.ring.url import record
 from rollback.ring.url.fetch import bring, is_abandoned, read_manifest_at, relation_of, require_same_run
@@ -18,7 +19,6 @@ from rollback.ring.url.index import (
     first_index,
     frozen_key,
     index_key,
-    new_writer,
     next_index,
     read_indexes,
 )
@@ -47,14 +47,13 @@ class RingAtUrl:
         self._can_list = True
         self._looked: float | None = None  # for the pieces of the record; None: not since `open`
         self._others = others or CopyingHosts(paths, store.url)
-        self._writer = new_writer()
+        self._writer = uuid.uuid4().hex
         self._index: Index | None = None
         self._previous: Index | None = None
-        self._held: list[str] = []
+        self._held: dict[str, FrozenRecord | None] = {}  # with the frozen weights that each needs
         self._remains: set[str] = set()  # without a manifest, and perhaps with files
         self._forgotten: set[str] = set()  # keys of pieces of the record that no index names any more
         self._can_delete = True
-        self._needed: dict[str, FrozenRecord | None] = {}  # by the checkpoints that are held
         self._frozen: set[FrozenRecord] = set()  # what there may be
         self._world_size = 0
 
@@ -64,9 +63,11 @@ class RingAtUrl:
 
     def open(self) -> None:
         """Read what is there. Raises RunDoesNotFit unless the record there is a prefix of the run directory's
-        record."""
+        record, and RunDirectoryError where that cannot be read."""
         identity = read_identity(self._paths)
-        assert identity is not None  # written before any rank attaches
+        if identity is None:  # it was there before any rank attached
+            hint = BRING_BACK.format(self._paths.root)
+            raise RunDirectoryError(f"reading {self._paths.identity}: it is gone", hint=hint)
         indexes = read_indexes(self._store)
         start = first_index(identity.run_id, self._writer)
         if indexes and is_abandoned(self._store, indexes[0], identity):
@@ -81,19 +82,19 @@ class RingAtUrl:
         self._previous = indexes[1] if len(indexes) > 1 else None
         self._looked = None
         self._world_size = identity.job.world_size
-        self._needed.clear()
         names, self._frozen = self._index.checkpoints, {*self._index.frozen}
-        self._held = [name for name in names if self._is_whole(name)]
+        whole = {name: manifest for name in names if (manifest := self._whole(name)) is not None}
+        self._held = {name: manifest.frozen for name, manifest in whole.items()}
         self._remains = {*names} - {*self._held}
         self._others.meet()
 
-    def held(self) -> Sequence[str]:
-        """Names of the checkpoints that exist there, oldest first."""
-        return tuple(self._held)
+    def held(self) -> tuple[CheckpointName, ...]:
+        """The checkpoints that exist there, oldest first."""
+        return tuple(CheckpointName.sorted(self._held))
 
     def if_stuck(self, act: Callable[[], None]) -> AbstractContextManager[None]:
         """In this block: call it once, in a thread, when nothing has got through to the URL for `STUCK` seconds."""
-        return self._store.progress.if_stuck(act)
+        return self._store.if_stuck(act)
 
     def put(self, manifest: Manifest, directory: Path) -> None:
         """Add a checkpoint from a local directory, and the record with it.
@@ -116,8 +117,7 @@ class RingAtUrl:
             if (size := self._store.size(key)) != expected:
                 raise CheckpointDamaged(f"{self.place} has {size} bytes of {key}, which {name} needs, not {expected}")
         self._store.put(checkpoint_key(name), stored.to_json())
-        self._held = sorted([*self._held, name], key=_order)
-        self._needed[name] = frozen
+        self._held[name] = frozen
         self._remains.remove(name)
         if self._can_delete:
             with contextlib.suppress(RingUnavailable):  # the checkpoint is there; `keep_record` tries again
@@ -125,14 +125,10 @@ class RingAtUrl:
 
     def evict(self, name: str) -> None:
         """Remove a checkpoint, its manifest first."""
-        try:
-            manifest = read_manifest_at(self._store, name)
-        except CheckpointDamaged:
-            manifest = None
+        manifest = self._manifest(name)
         self._store.delete(checkpoint_key(name))
-        self._held.remove(name)
+        del self._held[name]
         self._remains.add(name)  # until its files are gone
-        self._needed.pop(name, None)
         self._delete_files(name, [file.name for file in manifest.files] if manifest else self._shard_names())
         self._remains.remove(name)
         self._delete_frozen()
@@ -200,29 +196,35 @@ class RingAtUrl:
                 require_same_run(self._store.url, index, self._paths, self._index.run_id)
                 raise _another_goes_on(self._store.url)
 
-    def _is_whole(self, name: str) -> bool:
-        """Whether the checkpoint exists, as far as a look without reading its shards can tell."""
-        try:
-            manifest = read_manifest_at(self._store, name)
-        except CheckpointDamaged:
-            return False
+    def _whole(self, name: str) -> Manifest | None:
+        """The manifest of a checkpoint; None: it does not exist, as far as a look without reading its shards can
+        tell."""
+        manifest = self._manifest(name)
         if manifest is None or any(self._store.size(key) != size for key, size in _objects(manifest)):
-            return False
-        self._needed[name] = manifest.frozen
-        return True
+            return None
+        return manifest
+
+    def _manifest(self, name: str) -> Manifest | None:
+        """None: there is none, or none that can be believed."""
+        with contextlib.suppress(CheckpointDamaged):
+            return read_manifest_at(self._store, name)
+        return None
 
     def _clear_away(self) -> None:
         """Delete pieces that no index names any more, and what is left of checkpoints without a manifest where a newer
         one exists: an object that cannot be seen may yet be there, and other hosts may still write."""
         self._delete_forgotten()
-        for name in [name for name in sorted(self._remains) if self._held and _order(name) < _order(self._held[-1])]:
+        held = self.held()
+        for name in CheckpointName.sorted(self._remains):
+            if not held or name.sort_key >= held[-1].sort_key:
+                break
             self._store.delete(checkpoint_key(name))
             self._delete_files(name, self._shard_names())
             self._remains.remove(name)
 
     def _delete_frozen(self) -> None:
         """Delete frozen weights that no checkpoint needs any more."""
-        for frozen in self._frozen - {*self._needed.values()}:
+        for frozen in self._frozen - {*self._held.values()}:
             self._store.delete(frozen_key(frozen))
             self._frozen.remove(frozen)
 
@@ -293,10 +295,6 @@ def _objects(manifest: Manifest) -> list[tuple[str, int]]:
     """Key and size of each object that a checkpoint needs besides its manifest."""
     frozen = [(frozen_key(manifest.frozen), manifest.frozen.size)] if manifest.frozen else []
     return [(checkpoint_key(manifest.name, file.name), file.size) for file in manifest.files] + frozen
-
-
-def _order(name: str) -> tuple[int, int]:
-    return CheckpointName(name).sort_key
 
 
 def _another_goes_on(url: str) -> RunDoesNotFit:

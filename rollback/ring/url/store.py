@@ -11,6 +11,7 @@ import random
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,33 +23,30 @@ import tenacity
 from rollback.checkpoints.format.hashing import ShardHash
 from rollback.checkpoints.format.shard import Written, read_verified
 from rollback.errors import CheckpointDamaged, CheckpointUnusable, RingUnavailable, RollbackError
-from rollback.ring.url.progress import StoreProgress
 from rollback.ring.url.urls import require_url
 from rollback.system import files
 from rollback.system.durable import sync_directory
+from rollback.system.threads import called_every
 
 _PART = 8 << 20
 _BLOCK = 16 << 20  # of an upload in parts; larger where a shard would else have more parts than S3 allows
 _MOST_PARTS = 9000
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0
 PATIENCE = 60.0
+STUCK = 5.0
+"""Seconds."""
 _DRAWS_PAUSES = ("botocore.retryhandler", "gcsfs.retry")
 _T = TypeVar("_T")
 _dice = random.Random()
 
 # What trying again does not mend. botocore's are named, since it is imported only where S3 is used.
-_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ImportError, TypeError)
+_FINAL = (
+    RollbackError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError,
+    ImportError, TypeError,
+)  # fmt: skip
 _FINAL_BY_NAME = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
 # Of a file system with directories; an object store has none, and "making" one might make a bucket.
 _WITH_DIRECTORIES = {"file", "local", "sftp", "ssh", "smb"}
-
-
-class _Transient(Exception):
-    """An error that may go away by itself."""
-
-
-class _Missing(Exception):
-    """There is no such object; where a file system does not tell the two apart, or no such bucket."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,10 @@ class Store:
         self.url = url.rstrip("/")
         self.patience = PATIENCE if patience is None else patience
         self._given_up = threading.Event()
-        self.progress = StoreProgress()
+        self._through = time.monotonic()
+        """When an operation, or a part of a file, was through."""
         self._protocol = urlsplit(url).scheme
-        self._connect()
+        self._refused = True  # connected with the first operation: some file systems reach for the network then
 
     def _connect(self) -> None:
         """Read the credentials, among other things."""
@@ -99,6 +98,22 @@ class Store:
     def refused(self) -> bool:
         """Whether trying again would not have mended what the last failure was."""
         return self._refused
+
+    @contextlib.contextmanager
+    def if_stuck(self, act: Callable[[], None]) -> Iterator[None]:
+        """In this block: call it once, in a thread, when nothing has got through for `STUCK` seconds.
+
+        What fails is tried again, by the file system itself as well, and that takes minutes. Who holds something
+        meanwhile wants to know sooner.
+        """
+        self._through, calls = time.monotonic(), [act]
+
+        def watch() -> None:
+            if calls and time.monotonic() - self._through > STUCK:
+                calls.pop()()
+
+        with called_every("rollback-stuck", STUCK / 10, watch):
+            yield
 
     def probe(self, *, writing: bool = True) -> None:
         """Raise RingUnavailable unless objects can be read, written and deleted there.
@@ -139,7 +154,7 @@ class Store:
                     for part in read_verified(source.path, source.expected, source.start):
                         self.require_not_given_up()
                         sink.write(part)
-                        self.progress.note()
+                        self._through = time.monotonic()
                     end = begin + source.expected.size
 
         try:
@@ -157,7 +172,7 @@ class Store:
 
         try:
             data = self._attempt("reading", key, read)
-        except _Missing:
+        except FileNotFoundError:
             return None
         if len(data) > limit:
             raise CheckpointDamaged(f"{self.url}/{key} has more than the {limit} bytes that are believed")
@@ -167,7 +182,7 @@ class Store:
         """Size of an object in bytes; None where it is missing."""
         try:
             return int(self._attempt("asking for the size of", key, lambda: self._fs.info(self._path(key))["size"]))
-        except _Missing:
+        except FileNotFoundError:
             return None
 
     def get_file(self, key: str, path: Path, expected: Written) -> None:
@@ -211,7 +226,7 @@ class Store:
             part = self._attempt(
                 "reading", key, lambda: bytes(self._fs.cat_file(self._path(key), start=start, end=end))
             )
-        except _Missing:
+        except FileNotFoundError:
             raise CheckpointDamaged(f"{self.url}/{key} has gone while it was read") from None
         if len(part) != end - start:
             raise CheckpointDamaged(f"{self.url}/{key} gave {len(part)} bytes of {end - start} at {start}")
@@ -219,17 +234,15 @@ class Store:
 
     def delete(self, key: str) -> None:
         """Delete an object; it may be missing."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._attempt("deleting", key, lambda: self._fs.rm_file(self._path(key)))
-        except _Missing:
-            return
 
     def names(self, folder: str, *, patiently: bool = True) -> list[str]:
         """Names in a folder, as far as a listing shows them: it may be out of date. patiently: with retries."""
         patience = self.patience if patiently else 0.0
         try:
             found = self._attempt("listing", folder, lambda: self._fs.ls(self._path(folder), detail=False), patience)
-        except _Missing:
+        except FileNotFoundError:
             return []
         return [path.rpartition("/")[2] for path in found]
 
@@ -248,29 +261,20 @@ class Store:
             raise RingUnavailable(f"using the ring {self.url}: its time was up")
 
     def _attempt(self, doing: str, key: str, act: Callable[[], _T], patience: float | None = None) -> _T:
-        """Do it, and retry with growing, random pauses while the error may go away. patience: not the store's."""
+        """Do it, and retry with growing, random pauses while the error may go away. patience: not the store's.
+
+        Raises FileNotFoundError where there is no such object to read; where a file system does not tell the two apart,
+        or no such bucket.
+        """
 
         def once() -> _T:
             self.require_not_given_up()
             if self._refused:  # somebody may have put new credentials in the place of those that had run out
                 self._connect()
-            try:
-                return act()
-            except RollbackError:
-                raise
-            except FileNotFoundError as error:
-                if _lacks_bucket(error):
-                    self._refused = True
-                    raise self._explain(doing, key, error) from error
-                raise _Missing(key) from error
-            except Exception as error:
-                if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_BY_NAME:
-                    self._refused = True
-                    raise self._explain(doing, key, error) from error
-                raise _Transient(key) from error
+            return act()
 
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_Transient),
+            retry=tenacity.retry_if_exception(_may_go_away),
             wait=_pause,
             stop=tenacity.stop_any(
                 tenacity.stop_after_delay(self.patience if patience is None else patience),
@@ -281,22 +285,29 @@ class Store:
         )
         try:
             done = retrying(once)
-            self.progress.note()
-            return done
-        except _Transient as error:
-            raise self._explain(doing, key, error.__cause__) from error.__cause__
-        except _Missing as error:
-            if doing != "writing":
+        except RollbackError:
+            raise
+        except Exception as error:
+            missing = isinstance(error, FileNotFoundError) and not _lacks_bucket(error)
+            if missing and doing != "writing":
                 raise
-            raise self._explain(doing, key, error.__cause__) from error.__cause__
+            self._refused = not missing and not _may_go_away(error)
+            raise self._explain(doing, key, error) from error
+        self._through = time.monotonic()
+        return done
 
-    def _explain(self, doing: str, key: str, error: BaseException | None) -> RingUnavailable:
+    def _explain(self, doing: str, key: str, error: Exception) -> RingUnavailable:
         place = f"{self.url}/{key}" if key else self.url
         why = "its file system cannot do that" if isinstance(error, NotImplementedError) else str(error)
         return RingUnavailable(
             f"{doing} {place}: {why or type(error).__name__}",
             hint="check the URL, the credentials, and that the bucket exists and is reachable from this machine",
         )
+
+
+def _may_go_away(error: BaseException) -> bool:
+    """Whether it makes sense to try again."""
+    return isinstance(error, Exception) and not isinstance(error, _FINAL) and type(error).__name__ not in _FINAL_BY_NAME
 
 
 def _lacks_bucket(error: BaseException) -> bool:

@@ -15,12 +15,14 @@ def require_url(url: str) -> None:
     import fsspec
 
     require_no_credentials(url)
-    parts = urlsplit(url)
+    none = UsageError(f"the ring {url!r} is not a URL", hint="write PROTOCOL://PLACE, for example s3://bucket/runs/one")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # a bracket without the other one
+        raise none from error
     protocol = parts.scheme
     if not protocol or "://" not in url:
-        raise UsageError(
-            f"the ring {url!r} is not a URL", hint="write PROTOCOL://PLACE, for example s3://bucket/runs/one"
-        )
+        raise none
     if not (parts.netloc + parts.path).strip("/"):
         raise UsageError(f"the ring {url!r} names no place", hint="for example s3://bucket/runs/one")
     if protocol in _OF_ONE_PROCESS:
@@ -51,7 +53,11 @@ def require_no_credentials(url: str) -> None:
     for part in re.split(r"::|://", url):
         user, at, _ = re.split(r"[/?#]", part.lstrip("/"), maxsplit=1)[0].rpartition("@")
         if at and (":" in unquote(user) or not (protocol in _USERS or part.startswith("/"))):
-            raise _names_credentials(url)
+            shown = re.sub(r"[^/:@]*(:[^/@]*)?@", "…@", _without_fields(url))
+            raise UsageError(
+                f"the ring {shown} names credentials, and the URL is written into the run's record",
+                hint="leave them to the environment or to fsspec's configuration files",
+            )
         protocol = part
     if set(unquote(url)) & {"?", "#"}:
         raise UsageError(
@@ -62,11 +68,3 @@ def require_no_credentials(url: str) -> None:
 
 def _without_fields(url: str) -> str:
     return re.split(r"[?#]|%3[fF]|%23", url, maxsplit=1)[0]
-
-
-def _names_credentials(url: str) -> UsageError:
-    shown = re.sub(r"[^/:@]*(:[^/@]*)?@", "…@", _without_fields(url))
-    return UsageError(
-        f"the ring {shown} names credentials, and the URL is written into the run's record",
-        hint="leave them to the environment or to fsspec's configuration files",
-    )

@@ -69,6 +69,8 @@ class JournalContent:
         return self.before + len(self.records)
 
 
+_NOTHING = JournalContent([], 0, 0, GENESIS)
+"""Of a journal of which nothing has been read."""
 _SPELT = re.compile(
     rb'\{"seq":(\d+),"at":"([^"\\]*)","attempt":(\d{1,15}),("kind":.*)'
     rb',"chain":"\w{32}"(?:,"seal":"\w{64}")?\}\n'
@@ -90,10 +92,7 @@ def read_journal(path: Path) -> JournalContent:
     Raises JournalDamaged where a line that is not the last is unreadable, out of sequence or breaks the chain, and
     RunDirectoryError where the file cannot be read.
     """
-    reading = _read(path, 0, 0, GENESIS, read_index(path))
-    if reading.damage is not None:
-        raise _damaged(path, reading.damage)
-    return reading
+    return _sound(path, _read(path, index=read_index(path)))
 
 
 def read_entries(path: Path, kinds: Collection[type[Fact]], blocks: int | None = None) -> list[JournalEntry]:
@@ -105,23 +104,18 @@ def read_entries(path: Path, kinds: Collection[type[Fact]], blocks: int | None =
     names = b"|".join(sorted(kind.model_fields["kind"].default.encode() for kind in kinds))
     only, index = re.compile(rb'"kind"\s*:\s*"(?:%b)"' % names), read_index(path)
     end = None if blocks is None else sum(block.bytes for block in index[:blocks])
-    reading = _read(path, 0, 0, GENESIS, index, only=only, end=end)
-    if reading.damage is not None:
-        raise _damaged(path, reading.damage)
-    return of_kinds(reading.records, kinds)
+    return of_kinds(_sound(path, _read(path, index=index, only=only, end=end)).records, kinds)
 
 
 def read_journal_after(path: Path, index: Sequence[IndexedLines], known: int) -> JournalContent | None:
     """As `read_journal`, without the entries of the first `known` blocks of the index; None if these do not hold."""
-    reading = _read(path, 0, 0, GENESIS, index, known)
-    if reading.damage is not None and len(reading.indexing.blocks) >= known:
-        raise _damaged(path, reading.damage)
-    return reading if len(reading.indexing.blocks) >= known else None
+    reading = _read(path, index=index, known=known)
+    return _sound(path, reading) if len(reading.indexing.blocks) >= known else None
 
 
 def require_sealed(content: bytes, what: str) -> None:
     """Raise JournalDamaged unless each line of a journal, read elsewhere, bears the seal of the present key, if any."""
-    reading = _scan(BytesIO(content), 0, len(content), 0, GENESIS, what)
+    reading = _scan(BytesIO(content), _NOTHING, len(content), what)
     if seal.present() is not None and (reading.damage is not None or reading.torn_bytes):
         raise JournalDamaged(f"a line of the {what} journal is not what was written and sealed")
 
@@ -134,7 +128,7 @@ class JournalTail:
 
     def __init__(self, path: Path, after: JournalContent | None = None) -> None:
         self._path = path
-        self._read = after or JournalContent([], 0, 0, GENESIS)
+        self._read = after or _NOTHING
 
     @property
     def seals(self) -> int:
@@ -150,10 +144,8 @@ class JournalTail:
         """The entries after those of the last call. Raises as `read_journal`; RunDirectoryError also where the file is
         shorter than the part already read: a disk that refused to sync a line has lost it, and gets it again."""
         index = () if self._read.sound_bytes else read_index(self._path)
-        self._read = _read(self._path, self._read.sound_bytes, self._read.lines, self._read.chain, index)
-        if self._read.damage is not None:
-            raise _damaged(self._path, self._read.damage)
-        return self._read.records
+        self._read = _read(self._path, self._read, index)
+        return _sound(self._path, self._read).records
 
 
 def of_kind(records: Iterable[JournalEntry], kind: type[_F]) -> list[tuple[JournalEntry, _F]]:
@@ -172,9 +164,12 @@ def last_fact(records: Iterable[JournalEntry], kind: type[_F]) -> _F | None:
     return next((fact for _, fact in reversed(of_kind(records, kind))), None)
 
 
-def _damaged(path: Path, damage: Damage) -> JournalDamaged:
+def _sound(path: Path, reading: JournalContent) -> JournalContent:
+    """What was read, unless it is damaged: then raise JournalDamaged."""
+    if (damage := reading.damage) is None:
+        return reading
     wrong_key = "name the key that the run was begun with; if it is this one, " if damage.reason == _NOT_SEALED else ""
-    return JournalDamaged(
+    raise JournalDamaged(
         f"reading the journal {path}: line {damage.line} is not what was written: {damage.reason}",
         hint=f"{wrong_key}{RESTORE_THE_JOURNAL}",
     )
@@ -186,17 +181,18 @@ def examine_journal(path: Path) -> JournalContent:
 
     Raises RunDirectoryError where the file cannot be read, JournalDamaged where it cannot be a journal at all.
     """
-    return _read(path, 0, 0, GENESIS)
+    return _read(path)
 
 
 def _read(
-    path: Path, start: int, lines: int, chain: str, index: Sequence[IndexedLines] = (), known: int = 0,
+    path: Path, after: JournalContent = _NOTHING, index: Sequence[IndexedLines] = (), known: int = 0,
     only: re.Pattern[bytes] | None = None, end: int | None = None,
 ) -> JournalContent:  # fmt: skip
-    """The content of a journal from byte `start` on, after `lines` lines that end with `chain`; an absent file is
-    empty. index: of the lines from the start on. known: number of its blocks whose entries are not wanted; if one of
-    these does not hold, the result lacks it, and means nothing. only: in which lines of the index's blocks entries are
-    wanted; None: in all. end: the byte at which to stop; None: the file's end. Raises as `examine_journal`."""
+    """The content of a journal behind what was read of it; an absent file is empty. index: of the lines from there on.
+    known: number of its blocks whose entries are not wanted; if one of these does not hold, the result lacks it, and
+    means nothing. only: in which lines of the index's blocks entries are wanted; None: in all. end: the byte at which
+    to stop; None: the file's end. Raises as `examine_journal`."""
+    start = after.sound_bytes
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -206,12 +202,10 @@ def _read(
                 raise JournalDamaged(
                     f"reading the journal {path}: it has {size} bytes; at most {_LIMIT} are believed", hint=BEGIN_ANEW
                 )
-            return _scan(
-                file, start, size if end is None else min(size, end), lines, chain, path.stem, index, known, only
-            )
+            return _scan(file, after, size if end is None else min(size, end), path.stem, index, known, only)
     except FileNotFoundError:
         if start == 0:
-            return JournalContent([], 0, 0, chain)
+            return JournalContent([], 0, 0, GENESIS)
         hint = BRING_BACK.format(path.parent.parent)
         raise RunDirectoryError(f"reading the journal {path}: it is gone", hint=hint) from None
     except OSError as error:
@@ -221,13 +215,13 @@ def _read(
 
 
 def _scan(
-    file: BinaryIO, start: int, size: int, lines: int, chain: str, what: str, index: Sequence[IndexedLines] = (),
-    known: int = 0, only: re.Pattern[bytes] | None = None,
+    file: BinaryIO, after: JournalContent, size: int, what: str, index: Sequence[IndexedLines] = (), known: int = 0,
+    only: re.Pattern[bytes] | None = None,
 ) -> JournalContent:  # fmt: skip
-    """The entries from byte `start` up to `size`, line by line. what: which journal it is."""
+    """The entries behind what was read, up to byte `size`, line by line. what: which journal it is."""
     records: list[JournalEntry] = []
     indexing = Indexing()
-    position, seals, key = start, 0, seal.present()
+    position, lines, chain, seals, key = after.sound_bytes, after.lines, after.chain, 0, seal.present()
     for number, block in enumerate(index):
         text = file.read(block.bytes) if position + block.bytes <= size else b""
         if hashlib.sha256(text).hexdigest() != block.sha256:

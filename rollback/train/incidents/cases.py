@@ -7,7 +7,8 @@ from rollback import policy
 from rollback.config import Settings
 from rollback.data_stream import DataStream
 from rollback.facts.history import Case, History, merge_windows
-from rollback.facts.training import Concluded, Incident, Outcome, Planned, SampleQuarantine, ScreenedOut, Window
+from rollback.facts.incidents import Outcome
+from rollback.facts.training import Concluded, Incident, Planned, SampleQuarantine, ScreenedOut, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.requests import Request
 from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict

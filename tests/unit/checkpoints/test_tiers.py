@@ -1,6 +1,8 @@
 """Where the checkpoints of a run are looked for, whose fast tier is believed, and when its memory is given back."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.tiers import Located
 from rollback.environment import ENV_FAST_TIER
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.facts.training import PassedOver
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
@@ -260,6 +262,20 @@ def test_a_checkpoint_that_has_left_its_slot_cannot_be_held(paths: RunPaths, tie
         pytest.raises(CheckpointDamaged, match=r"holds c000002-s00000020 now, not c000001-s00000010"),
         tiers.hold_slot(place),
     ):
+        pass
+
+
+def test_what_a_process_with_too_many_open_files_cannot_hold_is_not_damaged(
+    paths: RunPaths, tier: SlotPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tier, 0, 1)
+    (place,) = tiers.in_slots(paths)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointUnreadable, match="Too many open files"), tiers.hold_slot(place):
         pass
 
 

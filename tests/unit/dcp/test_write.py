@@ -1,5 +1,6 @@
 """Checkpoints of runs in DCP's form: what torch.distributed.checkpoint loads from them."""
 
+import os
 import subprocess
 import sys
 import weakref
@@ -19,7 +20,7 @@ from warm_server import run_warm
 
 from rollback.cli import app
 from rollback.dcp import write
-from rollback.errors import ExitCode, UsageError
+from rollback.errors import ExitCode, OutputNotWritten, UsageError
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.export import export
 
@@ -91,6 +92,18 @@ def test_what_is_there_is_replaced_with_force_and_only_if_it_is_a_dcp_checkpoint
     assert isinstance(command(run, "--dcp", tmp_path / "new", "-o", tmp_path / "x").exception, UsageError)
 
 
+def test_a_place_that_may_not_be_looked_into_is_said_in_words(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    refused = command(run, "--dcp", tmp_path).exception
+    assert isinstance(refused, OutputNotWritten)
+    assert refused.message.endswith("Permission denied")
+
+
 @pytest.mark.parametrize("place", [1, 4, 9])
 def test_a_disk_that_fails_leaves_nothing_behind(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
@@ -108,6 +121,32 @@ def test_a_disk_that_fails_leaves_nothing_behind(
     assert refused.exit_code == ExitCode.IO
     assert "No space left on device" in refused.message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_without_words_is_told_by_its_name(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(stored: Any) -> torch.Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(write, "_read", failing)
+    assert "MemoryError" in command(run, "--dcp", tmp_path / "out").exception.message
+
+
+def test_what_was_there_stays_where_what_is_new_cannot_take_its_place(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(run, "--dcp", tmp_path / "out").exit_code == 0
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    rename = os.rename
+
+    def failing(source: Any, target: Any, **folders: Any) -> None:
+        if target == tmp_path / "out" and source.suffix == ".tmp":
+            raise OSError(5, "Input/output error")
+        rename(source, target, **folders)
+
+    monkeypatch.setattr(os, "rename", failing)
+    assert command(run, "--dcp", tmp_path / "out", "--force").exception.exit_code == ExitCode.IO
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
 
 
 def test_a_full_disk_is_said_in_one_sentence(run: Path, tmp_path: Path) -> None:

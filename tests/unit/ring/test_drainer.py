@@ -6,7 +6,9 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 from waiting import wait_for
 
@@ -22,8 +24,9 @@ from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact, Fi
 from rollback.ring import drainer as draining
 from rollback.ring.drainer import Drainer, DrainPhase
 from rollback.ring.schedule import DrainPace
-from rollback.ring.url.ring import RunFromUrl
+from rollback.ring.url.ring import RingAtUrl, RunFromUrl
 from rollback.ring.url.store import Store
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 
@@ -108,6 +111,77 @@ def test_a_ring_is_told_to_work_again_only_once_something_was_written_there(tmp_
     assert ring.reached.is_set()
     assert told[1:] == (["the durable ring away:// works again"] if writes else [])
     assert drainer.trouble == (None if writes else "nobody answers")
+
+
+class HeldUp(AwayForDays):
+    """A ring that does not answer for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def open(self) -> None:
+        self.asked.set()
+        assert self.answers.wait(60)
+        super().open()
+
+
+def test_who_has_no_time_left_may_close_it_while_it_copies(tmp_path: Path) -> None:
+    """Else it waits in vain: whoever gives up closes at once, and the ring answers when it answers."""
+    ring = HeldUp()
+    drainer = Drainer(RunPaths(tmp_path), ring, DrainPace.parse("10"), 3, lambda fact: None, lambda text: None)  # type: ignore[arg-type]
+    drainer.finish()
+    drainer.start()
+    assert ring.asked.wait(60)
+    drainer.give_up()
+    drainer.close()
+    ring.answers.set()
+    assert drainer.wait(DrainPhase.CLOSED, 20)
+
+
+def test_a_run_directory_that_was_moved_and_brought_back_is_copied_from_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "_FIRST_WAIT", 0.01)
+    paths, told = RunPaths(tmp_path / "run"), list[str]()
+    ring = RingAtUrl(paths, Store((tmp_path / "bucket").as_uri()), told.append)
+    drainer = Drainer(paths, ring, DrainPace.parse("10"), 3, lambda fact: None, told.append)
+    drainer.start()
+    wait_for(lambda: told)
+    assert "run.json: it is gone" in told[0]
+    begin(paths)
+    wait_for((tmp_path / "bucket" / "index-1.json").exists)
+    drainer.close()
+    assert drainer.wait(DrainPhase.CLOSED, 60)
+
+
+def test_a_file_system_that_cannot_be_reached_when_the_run_begins_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some reach for the network when they are made, as that of sftp does."""
+    monkeypatch.setattr(draining, "_FIRST_WAIT", 0.01)
+    paths, told, made = RunPaths(tmp_path / "run"), list[str](), fsspec.core.url_to_fs
+
+    def away(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(fsspec.core, "url_to_fs", made)
+        raise ConnectionResetError("nobody answers yet")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", away)
+    begin(paths)
+    settings = Settings(ring=(tmp_path / "bucket").as_uri())
+    drainer = draining.drainer_for(paths, settings, lambda fact: None, told.append)
+    assert drainer is not None
+    drainer.start()
+    wait_for((tmp_path / "bucket" / "index-1.json").exists)
+    drainer.close()
+    assert drainer.wait(DrainPhase.CLOSED, 60)
+    assert "nobody answers yet; it is tried again, and training goes on" in told[0]
+
+
+def begin(paths: RunPaths) -> None:
+    """The ranks have attached."""
+    paths.root.mkdir()
+    write_identity(paths, new_identity(JobIdentity(world_size=2, model=[], optimizer={}, objects=[], data={})))
 
 
 class Home:

@@ -109,6 +109,13 @@ def test_steps_between_lines_of_a_sparse_log_count_towards_patience() -> None:
     assert (call.step, call.onset) == (30300, 30000)
 
 
+def test_lines_of_a_log_that_are_all_of_one_step_are_judged_too() -> None:
+    """A line that names none belongs to the step before it: how fast the loss falls cannot be told then."""
+    healthy = observations(descent(300))
+    (call,) = spikes(verdicts([*healthy, *[healthy[-1]._replace(loss=4.0)] * 8]))
+    assert (call.step, call.onset) == (299, 299)
+
+
 def test_an_incident_is_called_once_while_it_lasts_and_again_after_it_has_recovered() -> None:
     losses = raised(raised(descent(700), 300, 3.0, length=60), 500, 3.0, length=60)
     assert [call.onset for call in spikes(verdicts(observations(losses, norms(700))))] == [300, 500]

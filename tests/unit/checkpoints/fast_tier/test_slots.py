@@ -260,17 +260,15 @@ def test_a_slot_that_is_given_up_waits_for_who_reads_it_but_not_for_ever(
     tier: SlotPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tier, 0, 1, 5)
-    held = slots.HeldSlot(tier.slot(0))
-    monkeypatch.setattr("time.sleep", lambda seconds: held.let_go())
-    slots.forget(tier, 0)
-    assert not slots.is_committed(tier, 0)
+    with slots.reading(tier.slot(0)) as (_, let_go):
+        monkeypatch.setattr("time.sleep", lambda seconds: let_go())
+        slots.forget(tier, 0)
+        assert not slots.is_committed(tier, 0)
     assert tier.numbers() == [0], "its memory is used again"
     fill(tier, 0, 2, 5)
     monkeypatch.setattr(slots, "_READING", 0.0)
-    held = slots.HeldSlot(tier.slot(0))
-    with pytest.raises(OSError, match="somebody is reading it"):
+    with slots.reading(tier.slot(0)), pytest.raises(OSError, match="somebody is reading it"):
         slots.forget(tier, 0)
-    held.let_go()
     assert slots.is_committed(tier, 0)
 
 
@@ -288,17 +286,18 @@ def test_a_slot_that_has_a_link_s_name_is_neither_written_nor_read(tier: SlotPat
     tier.slot(1).symlink_to(tier.slot(0))
     with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
         slots.uncommit(tier, 1)
-    with pytest.raises(CheckpointDamaged):
-        slots.HeldSlot(tier.slot(1))
+    with pytest.raises(CheckpointDamaged), slots.reading(tier.slot(1)):
+        pass
     assert slots.is_committed(tier, 0)
 
 
 def test_a_slot_that_was_let_go_twice_closes_nobody_else_s_file(tier: SlotPaths) -> None:
     fill(tier, 0, 1, 5)
-    held = slots.HeldSlot(tier.slot(0))
-    held.let_go()
-    other = os.open(tier.root, os.O_RDONLY)  # most likely by the same number
-    held.let_go()
+    with slots.reading(tier.slot(0)) as (_, let_go):
+        let_go()
+        other = os.open(tier.root, os.O_RDONLY)  # most likely by the same number
+        let_go()
+        os.fstat(other)
     os.fstat(other)
     os.close(other)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from rollback.checkpoints.outside import huggingface
 from rollback.checkpoints.outside.fitting import Fitting, JobTensors, OutsideCheckpoint, fit, open_outside
@@ -19,6 +28,9 @@ TENSORS = {
     "turned": torch.arange(6.0).reshape(2, 3).t(), "narrow": torch.arange(4.0).to(torch.float8_e4m3fn),
     "odd": torch.arange(4).to(torch.uint16), "none": torch.empty(0, 3),
 }  # fmt: skip
+
+NO_PARTS = TensorStorageMetadata(TensorProperties(), torch.Size([1]), [])
+IN_A_FILE = {"relative_path": "__0_0.distcp", "offset": 0, "length": 0}
 
 
 def content(found: OutsideCheckpoint, name: str) -> bytes:
@@ -70,8 +82,10 @@ def test_rows_of_a_stored_part_are_read_alone(saved: Path, monkeypatch: pytest.M
         (lambda _: b"nonsense", "cannot be read"),
         (lambda table: table[:-40], "cannot be read"),
         (lambda table: table.replace(b"__0_0.distcp", b"../../passwd"), "not below it"),
+        (lambda _: pickle.dumps(Metadata({"w": NO_PARTS}, storage_data={})), "not what it should be"),
+        (lambda _: pickle.dumps(Metadata({}, storage_data={"w": IN_A_FILE})), "not what it should be"),
     ],
-    ids=["another pickle", "no pickle", "cut off", "a path that leads out"],
+    ids=["another pickle", "no pickle", "cut off", "a path that leads out", "no parts", "no place"],
 )
 def test_a_bad_table_of_contents_is_refused(saved: Path, harm: Any, message: str) -> None:
     table = saved / ".metadata"
@@ -89,6 +103,12 @@ def test_data_that_are_not_what_the_table_says_are_damage(saved: Path) -> None:
     data.write_bytes(b"")
     with pytest.raises(CheckpointDamaged, match=r"model\.b"):
         content(found, "model.b")
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([1]))
+    part = TensorStorageMetadata(TensorProperties(), torch.Size([1]), [chunk])
+    far = {MetadataIndex("w", torch.Size([0])): _StorageInfo("__0_0.distcp", 1 << 70, 4)}
+    (saved / ".metadata").write_bytes(pickle.dumps(Metadata({"w": part}, storage_data=far)))
+    with pytest.raises(CheckpointDamaged, match="tensor 'w'"):
+        content(open_outside(saved), "w")
 
 
 def a_folder(folder: Path, index: dict[str, str] | None = None) -> Path:

@@ -218,6 +218,7 @@ def test_a_flipped_bit_a_missing_shard_and_a_truncated_manifest_are_named(paths:
     for name, words in ((OLD, "has hash"), (MIDDLE, "No such file"), (NEW, "damaged")):
         assert words in faults[name][0]["fault"]
         assert name in faults[name][0]["fault"]
+        assert not faults[name][0]["unreadable"]
     manifest.write_bytes(whole)
     said = command("verify", paths.root)
     assert said.exit_code == ExitCode.FAILED

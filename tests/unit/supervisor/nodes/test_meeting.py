@@ -734,5 +734,5 @@ def test_an_old_record_of_a_host_that_follows_by_now_is_not_taken_for_the_record
     write_record_location(paths, "head", "/data/run", print)
     with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
         require_run_directory(tmp_path)
-    os.utime(paths.record_elsewhere, (0, 0))  # it was trained there later, as by torchrun
+    os.utime(paths.record_location, (0, 0))  # it was trained there later, as by torchrun
     assert require_run_directory(tmp_path).root == tmp_path

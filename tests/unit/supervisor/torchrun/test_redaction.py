@@ -41,6 +41,12 @@ def test_a_url_that_hides_credentials_is_refused_and_they_are_not_shown(url: str
     assert "run's record" in str(refused.value)
 
 
+@pytest.mark.parametrize("url", ["bucket", "s3:bucket", "s3://[bucket/run", "s3://bucket\uff0frun"])
+def test_what_is_no_url_is_refused_in_words(url: str) -> None:
+    with pytest.raises(UsageError, match="is not a URL"):
+        require_url(url)
+
+
 @pytest.mark.parametrize("url", ["memory://runs/one", "file:///data/a@b/run", "file:///a@b/run", "sftp://me@host/run"])
 def test_a_url_without_credentials_is_taken(url: str) -> None:
     require_no_credentials(url)
