@@ -219,7 +219,7 @@ class Attempts:
             elif runs and hang_watcher.trains and self._options.restart_budget:  # else none would ever be started
                 self._host.keep_standby(running.attempt)
             if running.poll() is None or self._nodes.names:
-                time.sleep(_POLL)
+                running.await_end(_POLL)
         status = running.poll()
         assert status is not None
         return status, ended

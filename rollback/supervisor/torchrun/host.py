@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -106,6 +108,18 @@ class Running:
     def poll(self) -> int | None:
         """torchrun's status; None while it runs."""
         return self._torchrun.poll()
+
+    def await_end(self, seconds: float) -> None:
+        """Wait until torchrun ends, or for so many seconds."""
+        try:
+            process = os.pidfd_open(self.pid)
+        except OSError:  # its status has been read, or there is no descriptor left
+            time.sleep(seconds)
+            return
+        ends = select.poll()
+        ends.register(process, select.POLLIN)
+        ends.poll(seconds * 1000)
+        os.close(process)
 
     def stopped(self) -> tuple[int, ...]:
         """The ranks that were SIGSTOPped when they were last looked at."""

@@ -66,6 +66,18 @@ def test_a_process_of_another_user_does_not_keep_others_from_being_signalled() -
     assert rank.wait() == -signal.SIGKILL
 
 
+def test_the_end_of_torchrun_is_waited_for_and_no_longer_than_was_said(tmp_path: Path) -> None:
+    torchrun = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    running = Running(RunPaths(tmp_path), 2, (), torchrun, None, None)
+    running.await_end(0.001)
+    assert running.poll() is None
+    assert torchrun.stdin is not None
+    torchrun.stdin.close()
+    running.await_end(600)
+    assert running.poll() == 0
+    running.await_end(0.001)  # nothing is there any more that could end
+
+
 def test_ranks_that_left_before_they_could_be_told_to_stop_are_not_taken_for_ranks_still_to_come(
     tmp_path: Path,
 ) -> None:
