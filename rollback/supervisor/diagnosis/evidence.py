@@ -185,7 +185,7 @@ def rank_ends(paths: RunPaths, attempt: int, left: HostOutcome) -> list[RankEnd]
     beats = {rank: beat for rank, beat in read_all_heartbeats(paths).items() if beat.attempt == attempt}
     return [
         RankEnd(
-            rank, failures.get(rank), records.get(rank), stopped=rank in left.stopped, oom_killed=left.oom_kills > 0,
+            rank, failures.get(rank), records.get(rank), stopped=rank in left.stopped, oom_hosts=left.oom_hosts,
             beat=beats.get(rank), last_snapshot_step=left.kept.step if left.kept is not None else None,
         )
         for rank in sorted({*records, *failures, *left.stopped, *beats})

@@ -26,7 +26,7 @@ consequence. `launcher`: torchrun failed, and no rank did. `told_to_stop`: the a
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rollback.facts.supervisor import Why
@@ -49,8 +49,8 @@ class RankEnd:
     record: FailureRecord | None = None
     stopped: bool = False
     """Whether the rank was SIGSTOPped when it was last looked at."""
-    oom_killed: bool = False
-    """Whether the kernel says that its OOM killer struck on this rank's host."""
+    oom_hosts: Collection[str] = ()
+    """The hosts of the attempt on which the kernel says that its OOM killer struck."""
     beat: Heartbeat | None = None
     """The last heartbeat; None: the rank gave none."""
     last_snapshot_step: int | None = None
@@ -79,6 +79,11 @@ class RankEnd:
     @property
     def host(self) -> str | None:
         return self.record.host if self.record else self.beat.host if self.beat else None
+
+    @property
+    def oom_killed(self) -> bool:
+        """Whether the OOM killer struck on this rank's host; on any, where nobody knows which one that is."""
+        return bool(self.oom_hosts) if self.host is None else self.host in self.oom_hosts
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
 
 def _of_torchrun(evidence: AttemptEvidence) -> str:
     if evidence.left.status < 0:
-        memory = evidence.left.oom_kills and evidence.left.status == -signal.SIGKILL
+        memory = evidence.left.oom_hosts and evidence.left.status == -signal.SIGKILL
         return f"torchrun was killed by {_signal_name(-evidence.left.status)}{_OF_CLASS['oom_kill'] if memory else ''}"
     if evidence.left.failures is None:
         return f"torchrun exited with status {evidence.left.status} and left no account"

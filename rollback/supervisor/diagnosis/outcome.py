@@ -119,8 +119,8 @@ class HostOutcome(BaseModel, frozen=True):
     failures: Failures | None = None
     stopped: tuple[int, ...] = ()
     """The ranks that were SIGSTOPped when they were last looked at."""
-    oom_kills: int = 0
-    """How often the kernel's OOM killer struck in the memory cgroups of this host's ranks."""
+    oom_hosts: tuple[str, ...] = ()
+    """The hosts on which the kernel's OOM killer struck in the memory cgroups of their ranks."""
     lost_nodes: tuple[str, ...] = ()
     """The nodes that left no account: they fell silent, or were started anew while the attempt ran."""
     kept: LastSnapshotResult | None = None

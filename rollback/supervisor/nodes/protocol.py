@@ -231,7 +231,7 @@ def merged(own: HostOutcome, others: Mapping[str, HostOutcome | None]) -> HostOu
             or int(bool(lost)),
             "guarded": any(left.guarded for left in lefts),
             "stopped": tuple(sorted(rank for left in lefts for rank in left.stopped)),
-            "oom_kills": sum(left.oom_kills for left in lefts),
+            "oom_hosts": tuple(host for left in lefts for host in left.oom_hosts),
             "refusal": next((left.refusal for left in lefts if left.refusal), None),
             "failures": Failures(error=errors[0], failures=tuple(failures)) if errors else None,
             "lost_nodes": lost,

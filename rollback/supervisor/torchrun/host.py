@@ -125,9 +125,9 @@ class Running:
         """The ranks that were SIGSTOPped when they were last looked at."""
         return tuple(sorted(rank for rank, state in self._states.items() if state in ("T", "t")))
 
-    def oom_kills(self) -> int:
-        """How often the kernel's OOM killer has struck in the memory cgroups of this host's ranks."""
-        return self._memory.kills()
+    def oom_struck(self) -> bool:
+        """Whether the kernel's OOM killer has struck in the memory cgroups of this host's ranks."""
+        return self._memory.kills() > 0
 
     def tell_ranks_to_stop(self, signals: Iterable[signal.Signals], *, guarded: bool) -> bool:
         """Tell each rank on this host to stop, once. False: no rank exists yet. Ranks that have left already count as
@@ -351,7 +351,7 @@ class Host:
             refusal=sound_model(self._refusal, Refusal, _ACCOUNT),  # who wrote it may have been killed meanwhile
             failures=failures.with_ended(running.ended_ranks) if failures is not None else None,
             stopped=running.stopped(),
-            oom_kills=running.oom_kills(),
+            oom_hosts=(THIS_HOST,) if running.oom_struck() else (),
             kept=last_snapshot_on_host(self._paths, running.attempt),
             unrecorded=unrecorded_by(running.beats_in_memory()),
         )

@@ -43,11 +43,11 @@ def record(rank: int, error: str, message: str, *, at: float = 5.0) -> FailureRe
 
 
 def raised(rank: int, error: str, message: str, *, at: float = 5.0, oom: bool = False) -> RankEnd:
-    return RankEnd(rank, failure(rank, 1), record(rank, error, message, at=at), oom_killed=oom)
+    return RankEnd(rank, failure(rank, 1), record(rank, error, message, at=at), oom_hosts=["h"] if oom else ())
 
 
 def died(rank: int, exitcode: int, *, ended: bool = False, oom: bool = False, at: int = 5) -> RankEnd:
-    return RankEnd(rank, failure(rank, exitcode, ended=ended, at=at), oom_killed=oom)
+    return RankEnd(rank, failure(rank, exitcode, ended=ended, at=at), oom_hosts=["h"] if oom else ())
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:41352"
@@ -419,10 +419,17 @@ class TestInWords:
 
     def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
         assert self.told(status=-9) == "torchrun was killed by signal 9 (SIGKILL)"
-        for_memory = replace(evidence(), left=HostOutcome(status=-9, oom_kills=1))
+        for_memory = replace(evidence(), left=HostOutcome(status=-9, oom_hosts=("node",)))
         told = "torchrun was killed by signal 9 (SIGKILL) (the kernel was out of memory)"
         assert cause(for_memory, first_cause(for_memory, [])) == told
         assert self.told(status=3) == "torchrun exited with status 3 and left no account"
+
+
+@pytest.mark.parametrize(("host", "why"), [("h", "oom_kill"), ("g", "signal"), (None, "oom_kill")])
+def test_memory_that_another_host_lacked_killed_no_rank_here(host: str | None, why: str) -> None:
+    """A rank that left no heartbeat may have been on any of them."""
+    beat = Heartbeat(pid=10, host=host, attempt=1, step=3, batch=3, doing="training", monotonic=1.0) if host else None
+    assert why_of(RankEnd(0, failure(0, -9), beat=beat, oom_hosts=["h"])) == why
 
 
 BEHIND = Finished(step=7, batch=9, checkpoint="c000001-s00000007")
