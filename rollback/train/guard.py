@@ -103,7 +103,7 @@ class Guard:
         self.exit_order = loop.exit_order
         end_with_supervisor(weak_hook(loop.last_snapshot.keep))
         atexit.register(loop.close)
-        at_exit(loop.close)
+        at_exit(weak_hook(loop.close))
         drill.take_part(loop)  # does nothing outside of `rollback drill`
 
     # The loop ------------------------------------------------------------------------------------------------------
