@@ -63,7 +63,7 @@ class StepInProgress:
 
     def show(self, doing: str) -> None:
         """Show at once what this rank is doing."""
-        self.heartbeat.show(doing, self._state.counters.step, self.batch, now=True)
+        self.heartbeat.show(doing, self._state.counters.step, self.batch)
 
     def begin_epoch(self) -> None:
         """An epoch has been opened. Its first batch may be read at once, to know whether there is one."""
