@@ -51,7 +51,8 @@ class Layers:
         self._embeddings = [
             (_layer_of(f"{name}.weight"), module.weight)
             for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding) and module.weight.requires_grad and not is_sharded(module.weight)
+            if isinstance(module, nn.Embedding) and module.weight.requires_grad and module.weight.numel()
+            if not is_sharded(module.weight)
         ]
         self._updates = 0
         self._coming: tuple[list[str], Tensor] | None = None

@@ -165,7 +165,7 @@ class IncidentEvidence:
             files.make_directory(self._paths.incident(incident.incident))
             batch = self._write_batch(incident.incident, steps[0] if steps else None)
             write_evidence(self._paths.evidence(incident.incident, self._rank), self._account(incident, steps, batch))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # of a device without room for what is computed, too
             if not self._failed:
                 say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
             self._failed = True
@@ -240,7 +240,7 @@ class IncidentEvidence:
         return None
 
     def _weights(self) -> Norms:
-        parameters = list(self._model.parameters())
+        parameters = [p for p in self._model.parameters() if p.is_floating_point() or p.is_complex()]
         norms = norm_of_each([detached(p) for p in parameters]).tolist() if parameters else []
         names = [self._names.get(id(p), "?") for p in parameters]
         return self._norms(names, norms, [p.dtype for p in parameters])
@@ -323,7 +323,7 @@ def _find_tensors(value: Any, path: str, found: list[tuple[str, Tensor | str]], 
                 _find_tensors(value[key], f"{path}/{tree.escape(str(key))}", found, depth + 1)
         case _ if dataclasses.is_dataclass(value):
             for part in dataclasses.fields(value):
-                _find_tensors(getattr(value, part.name), f"{path}/{tree.escape(part.name)}", found, depth + 1)
+                _find_tensors(getattr(value, part.name, None), f"{path}/{tree.escape(part.name)}", found, depth + 1)
         case _:
             found.append((path, f"a {type(value).__name__}, which is not looked into"))
 
