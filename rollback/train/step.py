@@ -173,14 +173,11 @@ class StepInProgress:
 
     def hold(self) -> Callable[[], None]:
         """What makes it again the step that it is now, behind a batch that does not count."""
-        told = {
-            name: getattr(self, name) for name in ("_grad_norm", "_phase", "first_batch", "batches", "_epoch_began")
-        }
-        losses, phase = [*self._losses], self._state.kept.phase
+        told, phase = {**vars(self), "_losses": [*self._losses]}, self._state.kept.phase
 
         def put_back() -> None:
             vars(self).update(told)
-            self._losses, self._state.kept.phase = losses, phase
+            self._state.kept.phase = phase
 
         return put_back
 
