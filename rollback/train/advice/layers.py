@@ -130,5 +130,5 @@ class Layers:
 
 def _layer_of(name: str) -> str:
     """The module of a parameter, without what wrappers put before it."""
-    parts = [part for part in name.split(".") if part not in ("module", "_orig_mod")]
+    parts = [part for part in name.split(".") if part not in ("module", "_orig_mod")] or [name]
     return ".".join(parts[:-1]) or parts[-1]

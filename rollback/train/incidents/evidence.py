@@ -240,7 +240,7 @@ class IncidentEvidence:
         return None
 
     def _weights(self) -> Norms:
-        parameters = [p for p in self._model.parameters() if p.is_floating_point() or p.is_complex()]
+        parameters = [p for p in self._model.parameters() if _has_norm(p)]
         norms = norm_of_each([detached(p) for p in parameters]).tolist() if parameters else []
         names = [self._names.get(id(p), "?") for p in parameters]
         return self._norms(names, norms, [p.dtype for p in parameters])
@@ -357,6 +357,11 @@ def _kind(norms: Norms, gradients: GradientNorms) -> Explosion | None:
     if norms.exploding["overflow"] or math.isinf(reported):
         return "overflow"
     return "large" if max(total, reported) > _EXPLODING else None
+
+
+def _has_norm(parameter: Tensor) -> bool:
+    """torch has none of whole numbers, nor of numbers in a byte."""
+    return (parameter.is_floating_point() or parameter.is_complex()) and parameter.element_size() > 1
 
 
 def _is_shared(value: Tensor) -> bool:

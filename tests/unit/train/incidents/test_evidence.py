@@ -173,10 +173,11 @@ def test_buffers_of_any_type_are_looked_at(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_parameters_without_a_norm_are_left_out_of_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_parameters_without_a_norm_are_left_out_of_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
     """As the base of a QLoRA, in four bits."""
     bench = Bench(tmp_path)
-    bench.model.register_parameter("base", nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False))
+    bench.model.register_parameter("base", nn.Parameter(torch.ones(4).to(dtype), requires_grad=False))
     bench.step(0, math.nan)
     assert bench.account(0).weights.tensors == 3
 
