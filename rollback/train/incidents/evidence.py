@@ -187,7 +187,10 @@ class IncidentEvidence:
     # Writing down --------------------------------------------------------------------------------------------------
 
     def _account(self, incident: Incident, steps: list[_Step], batch: BatchKept) -> RankEvidence:
-        norms = {step.step: self._norms(*_listed(step.gradients, self._names)) for step in steps if step.gradients}
+        norms = {
+            step.step: self._norms(step.gradients.parameters, step.gradients.each.double().tolist())
+            for step in steps if step.gradients
+        }  # fmt: skip
         kinds = {step.step: _kind(norms[step.step], step.gradients) for step in steps if step.gradients}
         exploded = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
         weights = self._weights()
@@ -242,18 +245,19 @@ class IncidentEvidence:
     def _weights(self) -> Norms:
         parameters = [p for p in self._model.parameters() if _has_norm(p)]
         norms = norm_of_each([detached(p) for p in parameters]).tolist() if parameters else []
-        names = [self._names.get(id(p), "?") for p in parameters]
-        return self._norms(names, norms, [p.dtype for p in parameters])
+        return self._norms(parameters, norms)
 
-    def _norms(self, names: list[str], norms: list[float], dtypes: list[torch.dtype]) -> Norms:
+    def _norms(self, parameters: list[nn.Parameter], norms: list[float]) -> Norms:
+        """norms: of these parameters, or of their gradients."""
+        names = [self._names.get(id(p), "?") for p in parameters]
         named = [NamedNorm(name=name, norm=norm) for name, norm in zip(names, norms, strict=True)]
         finite = sorted((item for item in named if math.isfinite(item.norm)), key=lambda item: item.norm)
         exploding: dict[Explosion, list[tuple[float, str]]] = {"large": [], "overflow": [], "nonfinite": []}
-        for item, dtype in zip(named, dtypes, strict=True):
+        for item, parameter in zip(named, parameters, strict=True):
             if not math.isfinite(item.norm):
                 # Backward carries it towards the input: the one nearest to the output comes first.
                 exploding["nonfinite"].append((-self._order.get(item.name, 0), item.name))
-            elif item.norm > _LARGEST_NORM.get(dtype, _LARGEST_NORM_ELSE):
+            elif item.norm > _LARGEST_NORM.get(parameter.dtype, _LARGEST_NORM_ELSE):
                 exploding["overflow"].append((-item.norm, item.name))
             elif item.norm > _EXPLODING:
                 exploding["large"].append((-item.norm, item.name))
@@ -342,11 +346,6 @@ def _why_not(value: Tensor) -> str | None:
     if value.dtype not in tree.DTYPE_CODE or value.is_meta:
         return f"a tensor of {value.dtype} on {value.device}"
     return None
-
-
-def _listed(gradients: GradientNorms, names: Mapping[int, str]) -> tuple[list[str], list[float], list[torch.dtype]]:
-    found = [names.get(id(p), "?") for p in gradients.parameters]
-    return found, gradients.each.double().tolist(), [p.dtype for p in gradients.parameters]
 
 
 def _kind(norms: Norms, gradients: GradientNorms) -> Explosion | None:
