@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +156,10 @@ def _start(root: Path) -> None:
     read_past(paths, read_past(paths))  # before it takes the lock, and with it
     identity = read_identity(paths)
     assert identity is not None
-    found, lock = read_run(paths, identity.job, Ranks(), Settings(accept_structural=True))
-    json.dumps({"history": history_as_json.dump_json(found.history).decode()}).encode()  # for the other ranks
-    Recorder(paths, found.attempt, is_rank_0=True, journal=found.journal).close()
-    if lock is not None:
-        lock.release()
+    with ExitStack() as held:
+        found = read_run(paths, identity.job, Ranks(), Settings(accept_structural=True), held)
+        json.dumps({"history": history_as_json.dump_json(found.history).decode()}).encode()  # for the other ranks
+        Recorder(paths, found.attempt, is_rank_0=True, journal=found.journal).close()
 
 
 def _index(root: Path) -> None:

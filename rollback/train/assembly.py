@@ -97,9 +97,10 @@ def assemble(
     cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
     stop, heartbeat, rank = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt), run.ranks.rank
     failure = run.paths.failure(run.attempt, rank)
-    failures = FailureRecorder(failure, rank, run.attempt, heartbeat.activity, cursor)
-    for let_go in (heartbeat.stop, partial(heartbeat.end, in_hand=False), failures.leave, stop.withdraw):
+    failures = FailureRecorder(failure, rank, run.attempt, heartbeat, cursor)
+    for let_go in (failures.leave, partial(heartbeat.end, in_hand=False), stop.withdraw):
         if_refused.callback(let_go)
+    run.ranks.agreed(heartbeat.start)
     skips, updates = SkipList(run), Updates(optimizer, objects.get("scaler"), model)
     batches = Batches(run, loader, cursor, skips)
     checkpoints, schedule, drainer = _checkpoint_side(run, state, heartbeat.turn_to, if_refused)
@@ -142,6 +143,7 @@ def assemble(
     ]  # fmt: skip
     if run.restored is not None:
         passes.resume(left=state.counters.epoch_left, strayed=rewinder.written)
+    failures.replace_earlier()
     return TrainingLoop(
         run, state, model, batches, passes, step, advisor, checkpoints, schedule, drainer, pulse, judge, rewinder,
         prober, pass_rehearsal, requests, unseen_writes, last_snapshot, training_end, failures,

@@ -21,6 +21,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -107,18 +108,12 @@ class _DrilledRank:
 
     def _note(self, what: str) -> None:
         """Record that the fault strikes now. Durable on return."""
-        before, position = self._struck, self._loop.step_in_progress.batch
-        batches = before.batches if before else ()
-        if position in batches:
-            return
-        self._struck = Injected(
-            rank=self._rank,
-            step=before.step if before else self._loop.state.counters.step,
-            at=before.at if before else datetime.now(timezone.utc),
-            batches=(*batches, position),
-            what=what,
-        )
-        self._folder.write(self._folder.injected(self._rank), self._struck)
+        position, step = self._loop.step_in_progress.batch, self._loop.state.counters.step
+        now = datetime.now(timezone.utc)
+        struck = self._struck or Injected(rank=self._rank, step=step, at=now, batches=(), what=what)
+        if position not in struck.batches:
+            self._struck = struck.model_copy(update={"batches": (*struck.batches, position), "what": what})
+            self._folder.write(self._folder.injected(self._rank), self._struck)
 
     # What can strike -----------------------------------------------------------------------------------------------
 
@@ -167,7 +162,7 @@ class _DrilledRank:
             place = self._exercise.seed % weight.numel()
             self._note(f"bit {bit.bit_length() - 1} of element {place} of a weight of {weight.numel()} is flipped")
             with torch.no_grad():
-                element = weight.view(-1)[place : place + 1].view(kind)
+                element = weight[tuple(map(int, np.unravel_index(place, tuple(weight.shape))))].view(kind)
                 element ^= bit
         return batch
 
@@ -306,7 +301,8 @@ def _mapped(value: Any, change: Callable[[Tensor], Any], which: Callable[[Tensor
             except TypeError:
                 return changed
         if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            return dataclasses.replace(item, **{f.name: visit(getattr(item, f.name)) for f in dataclasses.fields(item)})
+            given = (each.name for each in dataclasses.fields(item) if each.init)
+            return dataclasses.replace(item, **{name: visit(getattr(item, name)) for name in given})
         if isinstance(item, tuple) and hasattr(item, "_fields"):
             return type(item)(*(visit(inner) for inner in item))
         return type(item)(visit(inner) for inner in item) if isinstance(item, list | tuple) else item

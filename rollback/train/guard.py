@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from rollback.config import Settings
 from rollback.errors import RollbackError, RunDoesNotFit, UsageError
 from rollback.train import drill
 from rollback.train.assembly import assemble
@@ -31,16 +32,15 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def refusing(act: Callable[_P, _T]) -> Callable[_P, _T]:
+def refusing(act: "Callable[Concatenate[Guard, _P], _T]") -> "Callable[Concatenate[Guard, _P], _T]":
     """`act` of a guard, which ends the job and not only the attempt where another one would meet the same error again.
     Behind the end of the rank it ends that again."""
 
     @functools.wraps(act)
-    def refusing_act(*given: _P.args, **others: _P.kwargs) -> _T:
-        guard = cast("Guard", given[0])
+    def refusing_act(guard: "Guard", /, *given: _P.args, **others: _P.kwargs) -> _T:
         guard.exit_order.require_none()
         try:
-            return act(*given, **others)
+            return act(guard, *given, **others)
         except (UsageError, RunDoesNotFit) as error:
             guard.refuse(error)
 
@@ -86,15 +86,20 @@ class Guard:
         if_refused = ExitStack()
         try:
             ranks = attaching.meet()
-            settings, objects = arguments.settings_and_objects(others)
-            sentinel = arguments.sentinel_for(settings)
-            arguments.check_trained(model, optimizer, objects)
-            objects = {**rank_allocation(model), **objects}
-            arguments.check_run(run)
-            end = None if max_steps is None else arguments.whole_number(max_steps, "Guard got max_steps")
-            arguments.check_alike(settings, end, ranks)
-            state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
-            state.check()  # refuses now what could not be kept later
+
+            def checked() -> tuple[Settings, int | None, TrainingState]:
+                settings, objects = arguments.settings_and_objects(others)
+                sentinel = arguments.sentinel_for(settings)
+                arguments.check_trained(model, optimizer, objects)
+                objects = {**rank_allocation(model), **objects}
+                arguments.check_run(run)
+                end = None if max_steps is None else arguments.whole_number(max_steps, "Guard got max_steps")
+                state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
+                state.check()  # refuses now what could not be kept later
+                return settings, end, state
+
+            settings, end, state = ranks.agreed(checked)
+            arguments.check_alike(settings, end, run, ranks)
             attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
             self._loop = loop = assemble(attached, state, model, loader, end, if_refused)
         except RollbackError as error:
@@ -103,7 +108,7 @@ class Guard:
         self.exit_order = loop.exit_order
         end_with_supervisor(weak_hook(loop.last_snapshot.keep))
         atexit.register(loop.close)
-        at_exit(loop.close)
+        at_exit(weak_hook(loop.close))
         drill.take_part(loop)  # does nothing outside of `rollback drill`
 
     # The loop ------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class StepInProgress:
 
     def show(self, doing: str) -> None:
         """Show at once what this rank is doing."""
-        self.heartbeat.show(doing, self._state.counters.step, self.batch, now=True)
+        self.heartbeat.show(doing, self._state.counters.step, self.batch)
 
     def begin_epoch(self) -> None:
         """An epoch has been opened. Its first batch may be read at once, to know whether there is one."""
@@ -173,14 +173,11 @@ class StepInProgress:
 
     def hold(self) -> Callable[[], None]:
         """What makes it again the step that it is now, behind a batch that does not count."""
-        told = {
-            name: getattr(self, name) for name in ("_grad_norm", "_phase", "first_batch", "batches", "_epoch_began")
-        }
-        losses, phase = [*self._losses], self._state.kept.phase
+        told, phase = {**vars(self), "_losses": [*self._losses]}, self._state.kept.phase
 
         def put_back() -> None:
             vars(self).update(told)
-            self._losses, self._state.kept.phase = losses, phase
+            self._state.kept.phase = phase
 
         return put_back
 

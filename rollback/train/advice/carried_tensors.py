@@ -12,7 +12,7 @@ import functools
 import linecache
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -106,7 +106,7 @@ def _samples_in(held: Any, depth: int = _DEPTH) -> Iterator[Any]:
     elif isinstance(held, np.ndarray):
         yield held
     elif depth and (isinstance(held, list | tuple | deque | dict) or is_dataclass(held)):
-        items = held.__dict__ if is_dataclass(held) else held
+        items = [getattr(held, each.name, None) for each in fields(held)] if is_dataclass(held) else held
         for item in [*islice(items.values() if isinstance(items, dict) else items, _ITEMS)]:
             within = [*_samples_in(item, depth - 1)]
             is_sample = isinstance(held, list | deque) and isinstance(item, str | list | tuple | dict)

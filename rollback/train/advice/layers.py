@@ -51,7 +51,8 @@ class Layers:
         self._embeddings = [
             (_layer_of(f"{name}.weight"), module.weight)
             for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding) and module.weight.requires_grad and not is_sharded(module.weight)
+            if isinstance(module, nn.Embedding) and module.weight.requires_grad and module.weight.numel()
+            if not is_sharded(module.weight)
         ]
         self._updates = 0
         self._coming: tuple[list[str], Tensor] | None = None
@@ -129,5 +130,5 @@ class Layers:
 
 def _layer_of(name: str) -> str:
     """The module of a parameter, without what wrappers put before it."""
-    parts = [part for part in name.split(".") if part not in ("module", "_orig_mod")]
+    parts = [part for part in name.split(".") if part not in ("module", "_orig_mod")] or [name]
     return ".".join(parts[:-1]) or parts[-1]

@@ -31,7 +31,7 @@ class ModelCopies:
 
     def has(self, held: Any) -> bool:
         items = tensors_in(held)
-        if not all(isinstance(item, Tensor) and id(item) not in self._held for item in items):
+        if not all(isinstance(item, Tensor) and not item.is_nested and id(item) not in self._held for item in items):
             return False
         return [item.shape for item in items] in self._shapes
 
@@ -73,8 +73,9 @@ def tensors_of(held: Any) -> dict[str, Tensor]:
 
 
 def _has_values(item: Tensor) -> bool:
-    """And not those of a sparse or quantized tensor, of which no checkpoint is made."""
-    return not is_lazy(item) and item.layout == torch.strided and not item.is_quantized and not item.is_meta
+    """And not those of a sparse, nested or quantized tensor, of which no checkpoint is made."""
+    plain = item.layout == torch.strided and not item.is_nested
+    return not is_lazy(item) and plain and not item.is_quantized and not item.is_meta
 
 
 def tensors_of_script(variables: Variables) -> dict[str, Tensor]:

@@ -59,9 +59,8 @@ class Pulse:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
-        self._device = device if device.type == "cuda" and ranks.device.type == "cuda" else ranks.device
-        if not ranks.distributed:
-            self._device = device
+        on_gpu = device.type == ranks.device.type == "cuda"
+        self._device = device if on_gpu or not ranks.distributed else ranks.device
         self._cuda = self._device.type == "cuda"
         on_cpu = ranks.distributed and ranks.world_size > 1 and ranks.device.type == "cpu"
         self._shared = share(ranks, FIELDS + SHARD_REPORT) if on_cpu else None
@@ -118,10 +117,10 @@ class Pulse:
                 vector = self._sum_without_ill(vector)
         elif self._work is not None:
             self._work.wait()
-        self._work = self._vector = None
         beat = read_beat(vector, self._ranks.world_size)
         if not (math.isfinite(beat.loss or 0.0) and math.isfinite(beat.grad_norm or 0.0)):
             beat.nonfinite_ranks = self._nonfinite_ranks(beat)
+        self._work = self._vector = None  # not before: a rank that waits here for one that died has judged nothing
         return beat
 
     def await_sum(self) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from datetime import timedelta
 from itertools import permutations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -140,16 +140,18 @@ class Ranks:
         Raises, on all ranks, the error for the reader that it raises on the first rank that has one: else that rank
         would leave, and the others wait for it. `act` must not be collective where it may raise on some ranks alone.
         """
-        given: list[_T] = []
-        met: RollbackError | None = None
+        if not self.distributed:
+            return act()
+        given, met = None, None
         try:
-            given.append(act())
+            given = act()
         except RollbackError as error:
             met = error
         told = self.from_each(met and [_name_of(type(met)), met.fields])
-        for kind, fields in filter(None, told):
+        if (first := next(filter(None, told), None)) is not None:
+            kind, fields = first
             raise getattr(errors, kind)(**fields) from met
-        return given[0]
+        return cast(_T, given)
 
     def first_does(self, act: Callable[[], _T]) -> _T | None:
         """Collective: what `act` gives on rank 0; None on the others. Raises as `agreed`.

@@ -4,6 +4,7 @@ import contextlib
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -52,7 +53,8 @@ def say_if_it_fails(doing: str, act: Callable[[], object]) -> None:
 
 
 class Recorder:
-    """Writes the record on rank 0. On other ranks every method does nothing. Safe to use from several threads.
+    """Writes the record on rank 0. On other ranks every method does nothing. Safe to use from several threads. Behind
+    `close` there may still be something to note: the files are closed when nobody has the recorder any more.
 
     journal: the ranks' journal as rank 0 has just read it; None: it is read here.
     """
@@ -73,6 +75,7 @@ class Recorder:
         if is_rank_0:
             journal = journal or fold_journal(paths.train_journal, to_keep=True)
             self._journal, self.history = Journal(paths.train_journal, attempt, journal.reading), journal.history
+            weakref.finalize(self, self._journal.close).atexit = False
             journal.keep()
         self._metrics: LineWriter | None = None
         self._unwritten: list[dict[str, Any]] = []
@@ -90,6 +93,7 @@ class Recorder:
         if is_rank_0:
             self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
             self._columns = ColumnWriter(paths.metrics)
+            weakref.finalize(self, self._columns.close).atexit = False
 
     def note(self, fact: Fact, notice: str | None = None) -> None:
         """Append a fact to the journal, and show `notice`. Durable on return, unless the disk refuses."""

@@ -165,7 +165,7 @@ class IncidentEvidence:
             files.make_directory(self._paths.incident(incident.incident))
             batch = self._write_batch(incident.incident, steps[0] if steps else None)
             write_evidence(self._paths.evidence(incident.incident, self._rank), self._account(incident, steps, batch))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # of a device without room for what is computed, too
             if not self._failed:
                 say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
             self._failed = True
@@ -187,7 +187,10 @@ class IncidentEvidence:
     # Writing down --------------------------------------------------------------------------------------------------
 
     def _account(self, incident: Incident, steps: list[_Step], batch: BatchKept) -> RankEvidence:
-        norms = {step.step: self._norms(*_listed(step.gradients, self._names)) for step in steps if step.gradients}
+        norms = {
+            step.step: self._norms(step.gradients.parameters, step.gradients.each.double().tolist())
+            for step in steps if step.gradients
+        }  # fmt: skip
         kinds = {step.step: _kind(norms[step.step], step.gradients) for step in steps if step.gradients}
         exploded = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
         weights = self._weights()
@@ -240,20 +243,21 @@ class IncidentEvidence:
         return None
 
     def _weights(self) -> Norms:
-        parameters = list(self._model.parameters())
+        parameters = [p for p in self._model.parameters() if _has_norm(p)]
         norms = norm_of_each([detached(p) for p in parameters]).tolist() if parameters else []
-        names = [self._names.get(id(p), "?") for p in parameters]
-        return self._norms(names, norms, [p.dtype for p in parameters])
+        return self._norms(parameters, norms)
 
-    def _norms(self, names: list[str], norms: list[float], dtypes: list[torch.dtype]) -> Norms:
+    def _norms(self, parameters: list[nn.Parameter], norms: list[float]) -> Norms:
+        """norms: of these parameters, or of their gradients."""
+        names = [self._names.get(id(p), "?") for p in parameters]
         named = [NamedNorm(name=name, norm=norm) for name, norm in zip(names, norms, strict=True)]
         finite = sorted((item for item in named if math.isfinite(item.norm)), key=lambda item: item.norm)
         exploding: dict[Explosion, list[tuple[float, str]]] = {"large": [], "overflow": [], "nonfinite": []}
-        for item, dtype in zip(named, dtypes, strict=True):
+        for item, parameter in zip(named, parameters, strict=True):
             if not math.isfinite(item.norm):
                 # Backward carries it towards the input: the one nearest to the output comes first.
                 exploding["nonfinite"].append((-self._order.get(item.name, 0), item.name))
-            elif item.norm > _LARGEST_NORM.get(dtype, _LARGEST_NORM_ELSE):
+            elif item.norm > _LARGEST_NORM.get(parameter.dtype, _LARGEST_NORM_ELSE):
                 exploding["overflow"].append((-item.norm, item.name))
             elif item.norm > _EXPLODING:
                 exploding["large"].append((-item.norm, item.name))
@@ -323,7 +327,7 @@ def _find_tensors(value: Any, path: str, found: list[tuple[str, Tensor | str]], 
                 _find_tensors(value[key], f"{path}/{tree.escape(str(key))}", found, depth + 1)
         case _ if dataclasses.is_dataclass(value):
             for part in dataclasses.fields(value):
-                _find_tensors(getattr(value, part.name), f"{path}/{tree.escape(part.name)}", found, depth + 1)
+                _find_tensors(getattr(value, part.name, None), f"{path}/{tree.escape(part.name)}", found, depth + 1)
         case _:
             found.append((path, f"a {type(value).__name__}, which is not looked into"))
 
@@ -344,11 +348,6 @@ def _why_not(value: Tensor) -> str | None:
     return None
 
 
-def _listed(gradients: GradientNorms, names: Mapping[int, str]) -> tuple[list[str], list[float], list[torch.dtype]]:
-    found = [names.get(id(p), "?") for p in gradients.parameters]
-    return found, gradients.each.double().tolist(), [p.dtype for p in gradients.parameters]
-
-
 def _kind(norms: Norms, gradients: GradientNorms) -> Explosion | None:
     """The worst kind that an update's gradients show."""
     total, reported = norms.total or 0.0, float(gradients.total)
@@ -357,6 +356,11 @@ def _kind(norms: Norms, gradients: GradientNorms) -> Explosion | None:
     if norms.exploding["overflow"] or math.isinf(reported):
         return "overflow"
     return "large" if max(total, reported) > _EXPLODING else None
+
+
+def _has_norm(parameter: Tensor) -> bool:
+    """torch has none of whole numbers, nor of numbers in a byte."""
+    return (parameter.is_floating_point() or parameter.is_complex()) and parameter.element_size() > 1
 
 
 def _is_shared(value: Tensor) -> bool:

@@ -116,7 +116,7 @@ class Judge:
         self._spans.append(span)
         self._advisor.end_step(span.batches)
         self._pulse.send(loss, grad_norm, signs, gauges)
-        if screened and (answer := self._screen(self._pulse.read(), span)) is not None:
+        if screened and (answer := self._read_and(self._screen)) is not None:
             return answer
         # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.
         match self.judge_pending() if decision is not None else None:
@@ -130,12 +130,14 @@ class Judge:
 
     def judge_pending(self) -> Decision | None:
         """Judge the step whose beat is under way, if any."""
-        if not self._pulse.under_way:
-            return None
+        return self._read_and(self._judge) if self._pulse.under_way else None
+
+    def _read_and(self, judge: Callable[[Beat, StepSpan], Decision | None]) -> Decision | None:
+        """What `judge` decides on the last step by its beat, which is under way."""
         beat = self._pulse.read()
         self._turn += 1
         try:
-            return self._judge(beat, self._spans[-1])
+            return judge(beat, self._spans[-1])
         finally:
             self._turn += 1
 

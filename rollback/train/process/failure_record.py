@@ -18,26 +18,18 @@ import torch
 
 from rollback.environment import host_name
 from rollback.facts.training import Window
-from rollback.rundir.failures import (
-    FailureRecord,
-    fingerprint,
-    formatted,
-    frames_of,
-    qualified_name,
-    raised_in,
-    text_of,
-    write_failure,
-)
+from rollback.rundir import failures
+from rollback.rundir.failures import FailureRecord
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
-from rollback.train.process.activity import RankActivity
+from rollback.train.process.heartbeat import HeartbeatWriter
 
 _OURS = Path(__file__).parents[2]
 _LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, threading) if module.__file__)]
 """Frames in these folders do not distinguish errors. The last folder is Python's own library."""
 _EXIT_FUNCTIONS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 _present: "dict[int, FailureRecorder]" = {}
-"""That of a process's last guard. Processes that the script forks inherit the functions, and tell nobody."""
+"""That of a process's newest guard. Processes that the script forks inherit the functions, and tell nobody."""
 
 _EMPTY_PASS = (
     "the loop over the guard had no batch in epoch {epoch}: all that was left of it is skipped, or was trained on by "
@@ -59,29 +51,48 @@ class FailureRecorder:
     """Records every exception that nobody catches, before the earlier hook prints it; and, when the guard is closed, an
     exit with an error in the loop's body, such as `if not math.isfinite(loss): sys.exit(1)`.
 
-    What is raised behind a closed guard counts as well, until the process makes another one: the recorder of the next
-    guard takes the place of this one.
+    What is raised behind a closed guard counts as well, until the process makes another one: that one's recorder takes
+    the place of this one for good once the guard is made (`replace_earlier`), and gives it back if the guard is refused
+    (`leave`). heartbeat: of the same guard. It ends with this.
     """
 
-    def __init__(self, path: Path, rank: int, attempt: int, activity: RankActivity, cursor: Cursor) -> None:
-        self._path, self._rank, self._attempt, self._activity = path, rank, attempt, activity
+    def __init__(self, path: Path, rank: int, attempt: int, heartbeat: HeartbeatWriter, cursor: Cursor) -> None:
+        self._path, self._rank, self._attempt = path, rank, attempt
+        self._heartbeat, self._activity = heartbeat, heartbeat.activity
         self._cursor = cursor
         self._pid = os.getpid()
         self.before_the_end: Callable[[str], object] = lambda reason: None
         """Called behind the record, with what happened."""
-        for earlier in [*_present.values()]:
-            earlier.leave()
-        self._before = sys.excepthook
-        self._hook = sys.excepthook = partial(_on_error, weakref.ref(self), sys.excepthook)
         self._exit: FailureRecord | None = None
         _watch_exits()
+        self._earlier = _present.get(self._pid)
+        self._install_hook()
+
+    def _install_hook(self) -> None:
+        self._before = sys.excepthook
+        self._hook = sys.excepthook = partial(_on_error, weakref.ref(self), sys.excepthook)
         _present[self._pid] = self
 
-    def leave(self) -> None:
-        """Record nothing from now on: what happens in this process is another run's."""
+    def _remove_hook(self) -> None:
         _present.pop(self._pid, None)
         if sys.excepthook is self._hook:  # else another one calls it
             sys.excepthook = self._before
+
+    def replace_earlier(self) -> None:
+        """The guard is made: what happens in this process is no longer of the run of the guard before it."""
+        if (earlier := self._earlier) is not None:
+            self._remove_hook()
+            earlier.replace_earlier()  # an error that is not for the reader may have left it half made
+            earlier.leave()
+            self._earlier = None
+            self._install_hook()
+
+    def leave(self) -> None:
+        """Record nothing from now on, and write no heartbeat: what happens in this process is another run's."""
+        self._remove_hook()
+        self._heartbeat.stop()
+        if self._earlier is not None:
+            _present[self._pid] = self._earlier
 
     def note_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Nobody has caught this."""
@@ -114,7 +125,7 @@ class FailureRecorder:
 
     def _write(self, record: FailureRecord) -> None:
         try:
-            write_failure(self._path, record)
+            failures.write_failure(self._path, record)
         except OSError as failure:
             say(f"the error could not be recorded in {self._path} ({failure})")
 
@@ -131,8 +142,8 @@ class FailureRecorder:
         return activity.empty_pass if isinstance(error, _OF_EMPTY) and not activity.now.in_hand else None
 
     def _account(self, error: Exception | SystemExit) -> FailureRecord:
-        activity, name, message = self._activity.now, qualified_name(type(error)), text_of(error)
-        frames = frames_of(error, _LIBRARIES)
+        activity, name, message = self._activity.now, failures.qualified_name(type(error)), failures.text_of(error)
+        frames = failures.frames_of(error, _LIBRARIES)
         said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"
         now = time.time()
         reading = activity.doing == "reading"
@@ -144,9 +155,9 @@ class FailureRecorder:
             at=datetime.fromtimestamp(now, timezone.utc).isoformat(timespec="milliseconds"), seconds=now,
             step=activity.step, batch=activity.batch, doing=activity.doing,
             whole_step=Window(first=activity.first, last=activity.last),
-            error=name, message=said, traceback=formatted(error), frames=frames,
-            fingerprint=fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
-            in_hand=in_hand, empty_epoch=self._empty_epoch(error), ours=raised_in(error, _OURS),
+            error=name, message=said, traceback=failures.formatted(error), frames=frames,
+            fingerprint=failures.fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
+            in_hand=in_hand, empty_epoch=self._empty_epoch(error), ours=failures.raised_in(error, _OURS),
         )  # fmt: skip
 
 

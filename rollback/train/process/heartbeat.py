@@ -22,6 +22,7 @@ from rollback.rundir.heartbeats import LEAVING, UNRECORDED, Heartbeat, write_hea
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.processes import start_of
+from rollback.system.threads import start_thread
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.introspection import frame_of
@@ -33,12 +34,7 @@ _FILES = 16  # that all ranks with a board replace in a second, in a directory t
 
 
 class HeartbeatWriter:
-    """Writes this rank's heartbeats while the process lives, and its stacks on a signal.
-
-    Where one process trains several times, the writer of the next guard replaces that of the last guard.
-    """
-
-    _present: "HeartbeatWriter | None" = None
+    """Writes this rank's heartbeats from `start` until `stop`, while the process lives; and its stacks on a signal."""
 
     def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int) -> None:
         self._path = paths.heartbeat(ranks.rank)
@@ -60,24 +56,22 @@ class HeartbeatWriter:
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2, all_threads=False)  # then a crash in native code shows its place on stderr
-        if HeartbeatWriter._present is not None:
-            HeartbeatWriter._present.stop()
-        HeartbeatWriter._present = self
-        atexit.register(self._leave)
-        threading.Thread(target=self._watch, name="rollback-life", daemon=True).start()
-        threading.Thread(target=self._keep_file, name="rollback-heartbeat", daemon=True).start()
 
-    def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
-        """Set what this rank is doing, with no batch in hand. It is written within half a second; with `now`, on
-        return."""
+    def start(self) -> None:
+        """Raises RollbackError where no thread can be made: who shows no sign of life is taken for hung, and ended."""
+        atexit.register(self._leave)
+        for act, name in (self._watch, "rollback-life"), (self._keep_file, "rollback-heartbeat"):
+            start_thread(threading.Thread(target=act, name=name, daemon=True))
+
+    def show(self, doing: str, step: int, batch: int) -> None:
+        """Set what this rank is doing, with no batch in hand. It is written on return."""
         self.activity.now = Activity(doing, step, batch, first=batch, last=batch)
-        if now:
-            self._moved = time.monotonic()
-            self._write()
+        self._moved = time.monotonic()
+        self._write()
 
     def turn_to(self, doing: str) -> None:
         """Set what this rank is doing, at the same position."""
-        self.show(doing, self.activity.now.step, self.activity.now.batch, now=True)
+        self.show(doing, self.activity.now.step, self.activity.now.batch)
 
     def end(self, *, in_hand: bool, unrecorded: str = "") -> None:
         """The guard is closed. in_hand: because of an exception, perhaps, so that a failure record can still name the

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -15,6 +14,7 @@ import psutil
 
 from rollback.environment import ENV_SUPERVISOR
 from rollback.system.processes import is_running
+from rollback.system.threads import start_thread
 from rollback.train.comm.recorder import say
 from rollback.train.run import supervised
 
@@ -108,7 +108,7 @@ def _is_free(number: int, before: Any) -> bool:
 
 def end_with_supervisor(before: Callable[[str], object]) -> None:
     """Watch the supervisor, if there is one, from a thread. End this process at once when the supervisor is gone.
-    before: called first, with what happened.
+    before: called first, with what happened. Raises RollbackError where no thread can be made.
 
     Such a rank would write the run directory at the same time as the ranks of the next attempt. torchrun puts ranks
     into sessions of their own, so neither a hang-up nor the death of a parent ends them.
@@ -126,25 +126,27 @@ def end_with_supervisor(before: Callable[[str], object]) -> None:
             gone, then = "torchrun is gone", f"the supervisor (pid {pid}) sees to what comes next"
         else:
             gone, then = f"the supervisor (pid {pid}) is gone", "run the same command again to go on"
-        before(gone)
-        say(f"{gone}; this rank ends: {then}")
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
-        os._exit(1)
+        try:
+            before(gone)
+            say(f"{gone}; this rank ends: {then}")
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):  # it may end by itself just now
+                    child.kill()
+        finally:
+            os._exit(1)
 
-    threading.Thread(target=watch, name="rollback-lifeline", daemon=True).start()
+    start_thread(threading.Thread(target=watch, name="rollback-lifeline", daemon=True))
 
 
 def at_exit(act: Callable[[], object]) -> None:
-    """Call this method when the interpreter ends, while threads still work, if its object still exists then.
+    """Call it when the interpreter ends, while threads still work.
 
     Functions of `atexit` run later, when executors accept no work any more. The S3 client (asyncio) needs one to look
     up hosts.
     """
     register: Any = getattr(threading, "_register_atexit", None)
     if register is not None:
-        method = weakref.WeakMethod(act)
-        register(lambda: (still_there := method()) and still_there())
+        register(act)
 
 
 class ExitOrder:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rollback.config import Settings, settings_from, spelt
-from rollback.environment import host_name
+from rollback.environment import ENV_RUN, host_name
 from rollback.errors import UsageError, WrongSetting
 from rollback.rundir import seal
 from rollback.sentinel import Sentinel
@@ -17,7 +17,8 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.state.stateful import Stateful
 
 _OF_A_HOST = {"fast_tier", "evidence_limit", "init"}
-"""Settings that a host may have for itself: room on it, and a path there. Its ranks alone act by them."""
+"""Settings that a host may have for itself: room on it, and a path there. Its ranks alone act by the former; by `init`
+all ranks do, or none."""
 _SHOWN = 60  # characters of a value
 
 
@@ -140,16 +141,24 @@ def check_run(run: object) -> None:
         raise UsageError(f"Guard got run={run!r}, which is no path", hint="for example run='runs/one'")
 
 
-def check_alike(settings: Settings, max_steps: int | None, ranks: Ranks) -> None:
+def check_alike(settings: Settings, max_steps: int | None, run: object, ranks: Ranks) -> None:
     """Collective: raise WrongSetting, on all ranks, where they do not train by the same settings.
 
     Each host is given its own command line. By other settings ranks would decide otherwise about the same facts: they
     would go to different batches without a word, or wait in different collectives. By another seal a host would refuse
-    what the others have written, and without one restore what they would refuse.
+    what the others have written, and without one restore what they would refuse. And by another run directory, as
+    where each rank has put the time into its name, no rank would find what the others have written.
+
+    run: as the script has given it. Another host may have the same directory elsewhere.
     """
     if not ranks.distributed:
         return
-    own = {**settings.model_dump(mode="json", exclude=_OF_A_HOST), "max_steps": max_steps, "seal": _key_of_seal()}
+    own = {
+        **settings.model_dump(mode="json", exclude=_OF_A_HOST), "init": "given" if settings.init else None,
+        "max_steps": max_steps, "seal": _key_of_seal(),
+    }  # fmt: skip
+    if run is not None and ENV_RUN not in os.environ and 0 in ranks.on_this_host:
+        own["run"] = str(run)
     first = ranks.from_first(own)
     here = f"on rank {ranks.rank} ({host_name()})"
     fault = ", ".join(

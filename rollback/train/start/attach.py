@@ -15,17 +15,10 @@ from typing import NoReturn
 
 import torch
 
-from rollback.checkpoints import ring, tiers
+from rollback.checkpoints import resume, ring, tiers
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.resume import (
-    candidates,
-    is_on_record,
-    is_provisional,
-    next_seq,
-    of_present_timeline,
-)
 from rollback.config import Settings
 from rollback.environment import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, guard_mark, host_name
 from rollback.errors import (
@@ -57,21 +50,9 @@ from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun, CheckpointAtStart, require_first, supervised
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
+from rollback.train.start import start_record
 from rollback.train.start.found_run import FoundRun, read_run
 from rollback.train.start.initial import INIT_NOT_READ, begin_with
-from rollback.train.start.start_record import (
-    evict_what_was_cut_off,
-    finish_pending_plan,
-    healthy_until,
-    leave_out_what_is_new,
-    not_on_record,
-    put_aside,
-    require_samples,
-    take_over_last_snapshot,
-    tell_of_unequal_epochs,
-    tell_what_is_not_on_record,
-    where_it_goes_on,
-)
 from rollback.train.state.module_buffers import NOT_IN_CHECKPOINT, NOT_KEPT
 from rollback.train.state.nonfinite import union
 from rollback.train.state.state import TrainingState
@@ -133,18 +114,13 @@ def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settin
     """
     if supervised():  # else the lock tells, and a guard that was closed may be followed by another, as in a notebook
         require_first(paths)
-    require_samples(settings, state.cursor)
+    start_record.require_samples(settings, state.cursor)
     job = state.job(ranks.world_size)
-    found, lock = read_run(paths, job, ranks, settings)
-    try:
+    with contextlib.ExitStack() as if_refused:
+        found = read_run(paths, job, ranks, settings, if_refused)
         run = _go_on(paths, found, state, ranks, settings)
-        batches = ranks.from_each(job.data.get("batches"))
-        tell_of_unequal_epochs(batches, run.record)
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        raise
-    run.lock = lock
+        start_record.tell_of_unequal_epochs(ranks.from_each(job.data.get("batches")), run.record)
+        if_refused.pop_all()
     return run
 
 
@@ -162,7 +138,7 @@ def _restore_newest(
     if history.pending is None:  # else the plan's own order stands, in which an older one serves
         _require_known(found, url)
     places = _places(paths, found, HostCopies(paths, ranks, url).bring if ranks.apart or found.at_url else None)
-    for manifest in candidates(history, [*found.manifests, *found.at_url], found.ahead):
+    for manifest in resume.candidates(history, [*found.manifests, *found.at_url], found.ahead):
         try:
             result = restore(manifest.name, places[manifest.name], ranks, state)
         except StateRefused as error:
@@ -184,8 +160,8 @@ def _restore_newest(
             if manifest in found.at_url:
                 found.manifests.append(manifest)
                 found.in_ring.append(manifest.name)
-            if is_on_record(history, manifest, found.ahead):
-                damaged |= not_on_record(history, found.manifests, found.ahead)
+            if resume.is_on_record(history, manifest, found.ahead):
+                damaged |= start_record.not_on_record(history, found.manifests, found.ahead)
             return manifest, result.place
         damaged[manifest.name] = result.fault.message
     lost = history.committed.keys() - history.left_run_directory - history.discarded
@@ -209,8 +185,11 @@ def _none_is_usable(
     paths: RunPaths, history: History, lost: set[str], damaged: Mapping[str, str], ranks: Ranks, url: str | None
 ) -> NoUsableCheckpoint:
     """Collective: the refusal, with why each one is of no use. lost: those on record that are nowhere."""
-    by_supervisor = in_durable_ring(fold_journal(paths.supervisor_journal).history) if ranks.is_rank_0 else ()
-    copied = {*ranks.from_first(sorted(by_supervisor))}.union(*history.drained.values())
+
+    def copied_by_supervisor() -> list[str]:
+        return sorted(in_durable_ring(fold_journal(paths.supervisor_journal).history)) if ranks.is_rank_0 else []
+
+    copied = {*ranks.from_first(ranks.agreed(copied_by_supervisor))}.union(*history.drained.values())
     in_memory = {name for name in lost - copied if history.committed[name].tier == "fast"}
     gone = {
         name: "it was in memory only, which is gone" if name in in_memory else "it is not in the ring any more"
@@ -243,14 +222,15 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     run_id, record = _first_writes(paths, found, state, ranks)
     for fact in found.accepted:
         record.note(fact, fact.in_words())
-    put_aside(paths, damaged, found.slots, ranks, record)
+    start_record.put_aside(paths, damaged, found.slots, ranks, record)
     there = {*damaged, *(manifest.name for manifest in found.manifests)}
     if ranks.is_rank_0:
-        take_over_last_snapshot(paths, history, chosen, record)
-    leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
+        start_record.take_over_last_snapshot(paths, history, chosen, record)
+    start_record.leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
     if ranks.is_rank_0:
-        tell_what_is_not_on_record(history, found.manifests, found.ahead, chosen, record)
+        start_record.tell_what_is_not_on_record(history, found.manifests, found.ahead, chosen, record)
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
+    begun = f"begins with {init.in_words()}" if init else None
     record.note(
         Attached(
             world_size=ranks.world_size, host=socket.gethostname(), pid=os.getpid(), supervised=supervised(),
@@ -263,26 +243,25 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
             init=init,
             sharding=sharding_of(state.model),
         ),
-        where_it_goes_on(history, chosen, there) if chosen else f"begins with {init.in_words()}" if init else None,
+        start_record.where_it_goes_on(history, chosen, there) if chosen else begun,
     )  # fmt: skip
     record.advise(*traces.advice(history.first_writes.get(traces.wrapped), chosen.step if chosen else None))
     record.advise_of(NOT_KEPT, state.not_kept())
     if chosen is not None:
         record.advise_of(INIT_NOT_READ, [settings.init] if settings.init else [])
         record.advise_of(NOT_IN_CHECKPOINT, state.not_in_checkpoint, checkpoint=chosen.name)
-        finish_pending_plan(history, chosen, source.tier if source else None, record)
+        start_record.finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in found.manifests if manifest.name not in damaged]
     held = [
-        manifest for manifest in of_present_timeline(history, sound)
-        if manifest == chosen or not is_provisional(history, manifest)
+        manifest for manifest in resume.of_present_timeline(history, sound)
+        if manifest == chosen or not resume.is_provisional(history, manifest)
     ]  # fmt: skip
     if ranks.is_rank_0:
-        evict_what_was_cut_off(paths, [m.name for m in sound if m not in held], found.in_ring, record)
-    seq = next_seq(
-        history,
-        [*damaged, *found.strays, *(m.name for m in found.at_url), *(manifest.name for manifest in found.manifests)],
-    )
-    healthy = healthy_until(paths, history, chosen, record) if ranks.is_rank_0 and chosen is not None else 0
+        start_record.evict_what_was_cut_off(paths, [m.name for m in sound if m not in held], found.in_ring, record)
+    seq = resume.next_seq(history, [*there, *found.strays, *(manifest.name for manifest in found.at_url)])
+    healthy = 0
+    if ranks.is_rank_0 and chosen is not None:
+        healthy = start_record.healthy_until(paths, history, chosen, record)
     healthy, restored_step = ranks.from_first(healthy), chosen.step if chosen is not None else 0
     held_at_start = [
         CheckpointAtStart(
@@ -292,7 +271,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         for manifest in held
     ]  # fmt: skip
     return AttachedRun(
-        paths, ranks, settings, record, history, found.attempt, run_id, held=held_at_start, next_seq=seq,
+        paths, ranks, settings, record, history, found.attempt, run_id, found.lock, held=held_at_start, next_seq=seq,
         restored=chosen, ranks_before=ranks_before,
     )  # fmt: skip
 

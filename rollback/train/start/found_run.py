@@ -4,11 +4,11 @@ Rank 0 reads the directory and sends the content to all ranks. Nothing is change
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format.manifest import Manifest
@@ -39,19 +39,33 @@ from rollback.train.start.start_record import require_a_change
 
 
 @dataclass
-class FoundRun:
-    """What rank 0 found in the run directory, and the first rank of each host in its slots. All ranks have the same."""
+class DirectoryContents:
+    """What rank 0 found in the run directory."""
 
     attempt: int
-    history: History
     manifests: list[Manifest]
-    """Of all checkpoints, oldest first."""
+    """Of the checkpoints, oldest first."""
+    damaged: dict[str, str]
+    """Checkpoints in the run directory whose manifest is damaged, and why."""
+    blamed: list[Blamed]
+    """The data that the supervisor blames crashes on."""
+    identity: Identity | None
+    accepted: list[Accepted]
+
+
+_as_json: TypeAdapter[DirectoryContents] = TypeAdapter(DirectoryContents)
+
+
+@dataclass
+class FoundRun(DirectoryContents):
+    """That, and what the first rank of each host found in its slots: there `manifests` are, too. All ranks have the
+    same."""
+
+    history: History
     slots: dict[str, int]
     """Checkpoints in the slots of all hosts, with the numbers of their slots."""
     in_ring: list[str]
     """Checkpoints in the run directory."""
-    damaged: dict[str, str]
-    """Checkpoints in the run directory whose manifest is damaged, and why."""
     strays: list[str]
     """Checkpoints that only some hosts have in their slots."""
     ahead: frozenset[str]
@@ -60,59 +74,56 @@ class FoundRun:
     """Of newer checkpoints than the run would go on with, which are only in the ring at the URL."""
     unknown_at_url: str | None
     """Why it is not known whether there are any; None: it is."""
-    blamed: list[Blamed]
-    """The data that the supervisor blames crashes on."""
-    identity: Identity | None
-    accepted: list[Accepted]
     journal: FoldedJournal | None = None
     """Rank 0: the ranks' journal, read once for the whole start."""
+    lock: RunLock | None = None
+    """Rank 0 has it where no supervisor holds the run directory."""
 
 
-def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings) -> tuple[FoundRun, RunLock | None]:
+def read_run(
+    paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings, if_refused: contextlib.ExitStack
+) -> FoundRun:
     """Collective: read the run directory, and check that the run is this job's. Changes nothing, except for a fetch.
 
     Rank 0 takes the lock where no supervisor holds it, and fetches the run from a ring at a URL where nobody has done
-    so. Raises RollbackError, the same on all ranks.
+    so. Raises RollbackError, the same on all ranks. if_refused: gets what the caller must do where it does not come to
+    the run: the lock is to be released.
     """
-    seen = ranks.first_does(lambda: _look(paths, job, settings))
-    body, journal, lock = seen or ({}, None, None)
-    if journal is not None and ranks.distributed:  # the others have it from here
-        body["history"] = history_as_json.dump_json(journal.history).decode()
-    body = ranks.from_first(body)
+    seen = ranks.first_does(lambda: _look(paths, job, settings, if_refused))
+    contents, journal, lock = seen or (None, None, None)
+    told: list[str] = []
+    if contents is not None and journal is not None and ranks.distributed:  # the others have it from here
+        told = [_as_json.dump_json(contents).decode(), history_as_json.dump_json(journal.history).decode()]
+    told = ranks.from_first(told)
+    contents = contents or _as_json.validate_json(told[0])
     if ranks.apart:
-        _require_one_run(paths, body["identity"], ranks)
-    in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
-    in_memory, slots, strays, ahead = _take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
-    by_name = {manifest.name: manifest for manifest in [*in_memory, *in_ring]}
+        _require_one_run(paths, contents.identity, ranks)
+    in_ring = [manifest.name for manifest in contents.manifests]
+    in_memory, slots, strays, ahead = _take_inventory(paths, ranks, in_ring)
+    by_name = {manifest.name: manifest for manifest in [*in_memory, *contents.manifests]}
     manifests = sorted(by_name.values(), key=lambda manifest: manifest.sort_key)
-    history = copy_of(journal.history) if journal else history_as_json.validate_json(body["history"])
+    # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
+    history = copy_of(journal.history) if journal else history_as_json.validate_json(told[1])
     newer, unknown = ranks.first_does(lambda: only_at_url(paths, settings, history, manifests)) or ([], None)
     at_url, unknown = ranks.from_first([[manifest.model_dump(mode="json") for manifest in newer], unknown])
-    found = FoundRun(
-        attempt=body["attempt"],
-        # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
+    return FoundRun(
+        **{**vars(contents), "manifests": manifests},
         history=history,
-        manifests=manifests,
         slots=slots,
-        in_ring=[manifest.name for manifest in in_ring],
-        damaged=body["damaged"],
+        in_ring=in_ring,
         strays=strays,
         ahead=ahead,
         at_url=[Manifest.model_validate(manifest) for manifest in at_url],
         unknown_at_url=unknown,
-        blamed=[Blamed.model_validate(fact) for fact in body["blamed"]],
-        identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
-        accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
         journal=journal,
+        lock=lock,
     )
-    return found, lock
 
 
 def _look(
-    paths: RunPaths, job: JobIdentity, settings: Settings
-) -> tuple[dict[str, Any], FoldedJournal, RunLock | None]:
+    paths: RunPaths, job: JobIdentity, settings: Settings, if_refused: contextlib.ExitStack
+) -> tuple[DirectoryContents, FoldedJournal, RunLock | None]:
     """Rank 0: what the run directory has, the ranks' journal, and the lock."""
-    lock: RunLock | None = None
     brought: tuple[str, ...] = ()
     accepted: list[Accepted] = []
     try:
@@ -122,29 +133,29 @@ def _look(
             require_same_job(paths, identity.job, job, accept_data_change=settings.accept_data_change)
         store = reach_ring(settings)
         lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
+        if lock is not None:
+            if_refused.callback(lock.release)
         brought = fetch(store, paths, say) if store is not None else ()
         if (identity := read_identity(paths)) is not None:  # again: it may have been fetched
             accept = settings.accept_data_change
             accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
         journal = fold_journal(paths.train_journal, to_keep=True)
         require_a_change(paths, settings, journal.history)
-        body = _read(paths, identity, journal.history)
+        contents = _read(paths, identity, journal.history, accepted)
     except (RollbackError, OSError) as error:
         if isinstance(error, RunDoesNotFit):
             with contextlib.suppress(OSError, RollbackError):
                 unfetch(paths, brought)
-        if lock is not None:
-            lock.release()
         if isinstance(error, RollbackError):
             raise
         raise RunDirectoryError(
             f"reading the run directory {paths.root}: {error}",
             hint="see whether its disk can be read, then run the same command again; nothing was changed",
         ) from error
-    return {**body, "accepted": [fact.model_dump(mode="json") for fact in accepted]}, journal, lock
+    return contents, journal, lock
 
 
-def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[str, Any]:
+def _read(paths: RunPaths, identity: Identity | None, history: History, accepted: list[Accepted]) -> DirectoryContents:
     manifests, damaged = ring.manifests(paths)
     if forbidden := next((error for error in damaged.values() if isinstance(error, CheckpointForbidden)), None):
         raise CheckpointForbidden(forbidden.message, hint=LET_IT_BE_READ)
@@ -153,13 +164,14 @@ def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[
             f"{paths.root} has checkpoints but no run.json, so it cannot be told whose they are",
             hint=f"restore run.json from a copy, or use another run directory; {BRING_BACK.format(paths.root)}",
         )
-    return {
-        "attempt": int(os.environ.get(ENV_ATTEMPT) or history.last_attempt + 1),
-        "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
-        "damaged": {name: error.message for name, error in damaged.items()},
-        "blamed": [fact.model_dump() for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],
-        "identity": identity.model_dump(mode="json") if identity else None,
-    }
+    return DirectoryContents(
+        attempt=int(os.environ.get(ENV_ATTEMPT) or history.last_attempt + 1),
+        manifests=manifests,
+        damaged={name: error.message for name, error in damaged.items()},
+        blamed=[fact for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],
+        identity=identity,
+        accepted=accepted,
+    )
 
 
 @dataclass(frozen=True)
@@ -209,7 +221,7 @@ def common(hosts: Sequence[Sequence[InSlot]]) -> tuple[list[InSlot], list[str]]:
     return held, sorted({item.name for host in hosts for item in host} - {item.name for item in held})
 
 
-def _require_one_run(paths: RunPaths, identity: dict[str, Any] | None, ranks: Ranks) -> None:
+def _require_one_run(paths: RunPaths, identity: Identity | None, ranks: Ranks) -> None:
     """Collective: raise RunDoesNotFit, on all ranks, where a host's directory holds another run than rank 0's. Each has
     the run's `run.json`, so that it is known whose it is.
 
@@ -222,7 +234,7 @@ def _require_one_run(paths: RunPaths, identity: dict[str, Any] | None, ranks: Ra
             own = read_identity(paths)
         except RollbackError as error:
             raise RunDoesNotFit(f"on {host_name()}: {error.message}", hint=hint) from error
-        expected = identity["run_id"] if identity is not None else None
+        expected = identity.run_id if identity is not None else None
         if own is not None and own.run_id != expected:
             there = f"run {expected}" if expected is not None else "no run yet"
             raise RunDoesNotFit(

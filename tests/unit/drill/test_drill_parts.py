@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,9 @@ from rollback.facts.training import AttemptEnded, Dropped, Finished, Restored, S
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
-from rollback.train.drill import _FullDisk, _mapped, _noise
+from rollback.rundir.paths import RunPaths
+from rollback.train.comm.ranks import Ranks
+from rollback.train.drill import _DrilledRank, _FullDisk, _mapped, _noise
 
 C1 = "c000001-s00000020"
 FAULT = {fault.name: fault for fault in FAULTS}
@@ -89,6 +93,31 @@ def test_a_corrupted_batch_keeps_its_form_and_draws_from_no_stream_of_the_job() 
     assert changed["pair"].x.max() <= tokens.max()
     assert (changed["list"][0].dtype, changed["list"][0].shape) == (weights.dtype, weights.shape)
     assert torch.equal(weights, torch.ones(4, dtype=torch.float16)), "the data set's own memory was written to"
+
+
+def test_a_batch_with_a_field_that_its_class_sets_itself_keeps_its_form() -> None:
+    @dataclass
+    class Padded:
+        x: torch.Tensor
+        longest: int = field(init=False)
+
+        def __post_init__(self) -> None:
+            self.longest = len(self.x)
+
+    changed, count = _mapped(Padded(torch.ones(3)), lambda value: value + 1, lambda value: True)
+    assert (changed.x.tolist(), changed.longest, count) == ([2.0] * 3, 3, 1)
+
+
+def test_a_bit_is_flipped_of_a_weight_in_whatever_order_its_elements_lie(tmp_path: Path) -> None:
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before = model.weight.detach().clone()
+    loop: Any = SimpleNamespace(
+        run=SimpleNamespace(ranks=Ranks(), paths=RunPaths(tmp_path)), model=model,
+        state=SimpleNamespace(counters=SimpleNamespace(step=0)), step_in_progress=SimpleNamespace(batch=0),
+    )  # fmt: skip
+    exercise = Exercise(run=str(tmp_path), steps=60, fault="weight-bit", seed=7)
+    _DrilledRank(loop, exercise, Folder(tmp_path))._flip_bit(None)
+    assert (model.weight != before).flatten().nonzero().tolist() == [[7]]
 
 
 # --- what is concluded ------------------------------------------------------------------------------------------------

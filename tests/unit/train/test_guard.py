@@ -1,6 +1,8 @@
 """What a guard is made with: refusals in their order, and what it keeps of where it is made."""
 
+import gc
 import json
+import os
 import signal
 import sys
 import threading
@@ -8,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from torch.utils.data import DataLoader
 from toy import facts
 
 import rollback
-from rollback.errors import UsageError
+from rollback.errors import RollbackError, UsageError
 from rollback.facts.training import Committed, Dropped
 from rollback.inspect.ring.checkpoints import read_held
+from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
 from rollback.train.snapshots import drift
+from rollback.train.start import found_run
 from rollback.train.state import state
 from rollback.train.state.image import require_one_gpu
 
@@ -280,23 +284,94 @@ def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path
     assert not torch.equal(first[1], resumed[1]), "the loop goes on with the random states of the checkpoint"
 
 
-def test_a_guard_that_is_refused_when_it_has_attached_leaves_the_process_as_it_was(
+def test_guards_that_are_gone_leave_no_file_open(tmp_path: Path) -> None:
+    """A process may make hundreds of them, as in a search for settings."""
+
+    def open_files(number: int) -> int:
+        guard(tmp_path / str(number)).close()
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    first = open_files(0)
+    assert [open_files(number) for number in range(1, 4)] == [first] * 3
+
+
+def test_a_guard_that_is_broken_off_while_it_reads_its_run_leaves_the_run_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the script that catches this would ignore SIGTERM from then on, and its next guard find the run in use."""
+    """As by an interrupt in a notebook, which keeps the exception, while a ring at a URL does not answer."""
+
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(found_run, "only_at_url", interrupted)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            guard(tmp_path / "run")
+    guard(tmp_path / "run").close()
+    del kept
+
+
+def require_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a guard, which is refused when it has attached to its run."""
 
     def refuse(*_: Any) -> None:
         raise UsageError("not alike")
 
-    monkeypatch.setattr(sys, "excepthook", print)
-    before = signal.getsignal(signal.SIGTERM), sys.excepthook
     with monkeypatch.context() as made_unlike:
         made_unlike.setattr(drift, "require_alike", refuse)
         with pytest.raises(UsageError, match="not alike"):
+            guard(run)
+
+
+def test_a_guard_without_a_thread_for_its_heartbeat_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "rollback-heartbeat":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    known = threading.enumerate()
+    with monkeypatch.context() as at_the_limit:
+        at_the_limit.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RollbackError, match=r"starting a thread .rollback-heartbeat.: can't .*\n.*ulimit -u"):
             guard(tmp_path / "run")
-    assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
-    for thread in threading.enumerate():
-        if thread.name in ("rollback-life", "rollback-heartbeat", "rollback-drainer"):
+    require_ended(known)
+    guard(tmp_path / "run").close()
+
+
+def require_ended(known: list[threading.Thread]) -> None:
+    """All threads of ours but for these."""
+    for thread in {*threading.enumerate()} - {*known}:
+        if thread.name.startswith("rollback-"):
             thread.join(10)
             assert not thread.is_alive(), thread.name
+
+
+def test_a_second_guard_that_is_refused_leaves_the_first_one_its_heartbeat_and_its_failure_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    first = guard(tmp_path / "run")
+    require_refused(tmp_path / "other", monkeypatch)
+    assert not first._loop.step_in_progress.heartbeat._over.is_set()
+    sys.excepthook(ValueError, ValueError("here"), None)
+    first.close()
+    (record,) = read_failures(RunPaths(tmp_path / "run").failures(1)).values()
+    assert (record.error, record.message) == ("ValueError", "here")
+
+
+def test_a_guard_that_is_refused_when_it_has_attached_leaves_the_process_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the script that catches this would ignore SIGTERM from then on, and its next guard find the run in use."""
+    monkeypatch.setattr(sys, "excepthook", print)
+    known = threading.enumerate()
+    before = signal.getsignal(signal.SIGTERM), sys.excepthook
+    require_refused(tmp_path / "run", monkeypatch)
+    assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
+    require_ended(known)
     guard(tmp_path / "run").close()

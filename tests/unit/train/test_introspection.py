@@ -46,6 +46,11 @@ class Slots:
         raise KeyError(name)
 
 
+class Unnamed:
+    def __repr__(self) -> str:
+        raise AttributeError("half made")
+
+
 class Holder:
     def __init__(self, held: object) -> None:
         self.held = held
@@ -55,8 +60,10 @@ def test_variables_are_found_with_what_own_objects_and_short_lists_and_dicts_hol
     one, two, three = object(), object(), object()
     holder, some, many = Holder(one), {"a": two}, [three] * 17
     strange = Unhashed(), Slots()
+    odd = {Unnamed(): two}
     found = {name: thing for name, thing in own_variables() if thing in (one, two, three)}
-    assert found == {"one": one, "two": two, "three": three, "holder.held": one, "some['a']": two}, (many, strange)
+    by_key = {"some['a']": two, "odd[a Unnamed]": two}
+    assert found == {"one": one, "two": two, "three": three, "holder.held": one, **by_key}, (many, strange, odd)
     assert holder
     assert some
 

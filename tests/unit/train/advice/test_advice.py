@@ -431,8 +431,10 @@ def test_an_average_that_is_in_no_variable_is_named_where_a_trainer_tells_of_it(
     assert "writes to Average.held, " in told[0]
 
 
-@pytest.mark.parametrize("kind", ["in inference mode", "emptied", "beside sparse gradients"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.parametrize("kind", ["in inference mode", "emptied", "beside sparse gradients", "beside nested tensors"])
 def test_odd_copies_of_weights_in_a_script_end_no_guard(tmp_path: Path, kind: str) -> None:
+    texts = [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])] if kind == "beside nested tensors" else []
     model = nn.Embedding(4, 1, sparse=kind == "beside sparse gradients")
     with torch.inference_mode(kind == "in inference mode"):
         average: list[Any] = [item.detach().clone() for item in model.parameters()]
@@ -448,7 +450,7 @@ def test_odd_copies_of_weights_in_a_script_end_no_guard(tmp_path: Path, kind: st
         elif kind == "beside sparse gradients":
             average[0].lerp_(model.weight.detach(), 0.1)
             queue[0] += 1.0
-    assert guard.step == 4
+    assert (guard.step, len(texts)) == (4, kind == "beside nested tensors")
     guard.close()
 
 
@@ -634,7 +636,12 @@ class Held:
         self.mean = None if state["mean"] is None else torch.tensor(state["mean"])
 
 
-@pytest.mark.parametrize("kind", ["mean", "replay", "state", "logged", "attribute", "handed over", "kept"])
+@dataclass(slots=True)
+class Hidden:
+    h: Tensor
+
+
+@pytest.mark.parametrize("kind", ["mean", "replay", "state", "slots", "logged", "attribute", "handed over", "kept"])
 def test_what_the_training_depends_on_and_is_there_only_since_the_guard_was_made_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -643,6 +650,7 @@ def test_what_the_training_depends_on_and_is_there_only_since_the_guard_was_made
     model, held = nn.Linear(2, 3), Held()
     mean: Any = None
     state: Any = None
+    slots: Any = None
     logged: Any = None
     replay: list[Any] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -668,6 +676,9 @@ def test_what_the_training_depends_on_and_is_there_only_since_the_guard_was_made
         elif kind == "state":
             loss = loss if state is None else loss + state.sum()
             state = out.detach()
+        elif kind == "slots":
+            slots = Hidden(out.detach()) if slots is None else Hidden(slots.h + out.detach())
+            loss = loss / slots.h.sum()
         else:
             logged = loss.detach() if logged is None else 0.9 * logged + 0.1 * loss.detach()
             print(logged)

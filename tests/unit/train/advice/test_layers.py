@@ -95,6 +95,15 @@ def test_an_embedding_is_named_whose_largest_row_grows_without_slowing_down(how:
     assert looked_at(model, change, GROWTH_LOOKS + 2) == ["growing-embedding"] * grows
 
 
+def test_a_parameter_may_have_the_name_that_wrappers_give_to_a_model() -> None:
+    assert looked_at(nn.ParameterDict({"module": nn.Parameter(torch.ones(1))}), print, 2) == []
+
+
+def test_an_embedding_without_rows_ends_nothing() -> None:
+    """As of extra tokens of which there are none so far."""
+    assert looked_at(nn.ModuleDict({"extra": nn.Embedding(0, 4), "token": nn.Embedding(2, 4)}), print, 2) == []
+
+
 def test_a_gradient_that_is_seen_now_and_then_has_not_vanished() -> None:
     model = Net(1.0)
     layers, parameters = Layers(model), list(model.parameters())

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -172,6 +173,15 @@ def test_buffers_of_any_type_are_looked_at(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_parameters_without_a_norm_are_left_out_of_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As the base of a QLoRA, in four bits."""
+    bench = Bench(tmp_path)
+    bench.model.register_parameter("base", nn.Parameter(torch.ones(4).to(dtype), requires_grad=False))
+    bench.step(0, math.nan)
+    assert bench.account(0).weights.tensors == 3
+
+
 # --- three kinds of explosion -----------------------------------------------------------------------------------------
 
 
@@ -281,6 +291,18 @@ def test_a_tensor_that_is_not_in_one_piece_is_left_out_and_ends_nothing(tmp_path
     assert "MaskedTensor" in batch.left_out[1].reason
 
 
+def test_a_field_of_a_batch_that_is_not_set_is_left_out_and_ends_nothing(tmp_path: Path) -> None:
+    @dataclass
+    class Pair:
+        x: torch.Tensor
+        weight: torch.Tensor = field(init=False)
+
+    bench = Bench(tmp_path)
+    bench.evidence.keep_batch(0, Pair(torch.ones(2)))
+    bench.step(0)
+    assert [item.name for item in bench.account(0).batch.tensors] == ["0/x"]
+
+
 def test_no_more_than_the_limit_is_held_and_the_suspected_step_goes_last(tmp_path: Path) -> None:
     bench = Bench(tmp_path, limit=100)
     for step in range(6):
@@ -342,6 +364,19 @@ def test_a_disk_that_refuses_stops_nothing_and_is_told_of_once(
     bench.evidence.write(incident(0, 0, 0))
     bench.evidence.write(incident(1, 0, 0))
     assert capsys.readouterr().err.count("training goes on") == 1
+
+
+def test_a_device_without_room_for_the_norms_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("rollback.train.incidents.evidence.norm_of_each", full)
+    bench = Bench(tmp_path)
+    bench.step(0)
+    bench.evidence.write(incident(0, 0, 0))
+    assert "CUDA out of memory); training goes on" in capsys.readouterr().err
 
 
 # --- norms between backward and step ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from rollback.train.data.skips import SkipList
 from rollback.train.incidents.decisions import Decision, Halt, Rewind, StepSpan
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
@@ -146,6 +148,40 @@ def test_told_to_stop_after_a_healthy_step(steps: Steps) -> None:
     steps.end_with(1.0, stop=True)
     decision = steps.end_with(1.0)
     assert decision == Halt("told to stop", save=True)
+
+
+def test_nothing_is_judged_ahead_while_a_step_in_a_screen_is_judged(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, tried = Sentinel.update, []
+
+    def meanwhile(sentinel: Sentinel, *given: Any) -> Any:
+        with pytest.raises(NotProved, match="being judged"):
+            steps.judge.judge_ahead([b""])
+        tried.append(given)
+        return update(sentinel, *given)
+
+    monkeypatch.setattr(Sentinel, "update", meanwhile)
+    span = StepSpan(0, 0, 0, 1, Hint.NONE)
+    steps.judge.end_step(span, torch.tensor(1.0), None, stop=False, scaler_skipped=False, screened=True)
+    assert tried
+
+
+def test_a_step_whose_loss_is_not_finite_is_not_kept_while_its_rank_waits_to_hear_whose_it_was(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for ever, where another rank has died."""
+    asked = []
+
+    def meanwhile(*_: object) -> None:
+        with pytest.raises(NotProved, match="not healthy"):
+            steps.judge.judge_ahead([steps.judge._pulse.sent()])  # type: ignore[list-item]
+        asked.append(True)
+
+    steps.end_with(NAN)
+    monkeypatch.setattr(Ranks, "add_up", meanwhile)
+    steps.judge.judge_pending()
+    assert asked
 
 
 def test_a_checkpoint_is_good_after_its_probation_and_not_before(steps: Steps) -> None:

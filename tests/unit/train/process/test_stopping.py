@@ -4,6 +4,7 @@ import array
 import fcntl
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from warm_server import WarmPopen
 from rollback.environment import ENV_SUPERVISOR
 from rollback.system.processes import name_process
 from rollback.train.data.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
-from rollback.train.process.stopping import ExitOrder, StopRequest
+from rollback.train.process import stopping
+from rollback.train.process.stopping import ExitOrder, StopRequest, end_with_supervisor
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LIMIT = 30.0
@@ -304,6 +306,22 @@ def test_a_rank_that_ends_for_want_of_torchrun_says_whether_the_supervisor_lives
         for process in (supervisor, torchrun):
             process.kill()
             process.communicate()
+
+
+def test_a_child_that_ends_by_itself_meanwhile_does_not_keep_the_rank_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would write the run directory beside the ranks of the next attempt."""
+
+    class Ended:
+        def kill(self) -> NoReturn:
+            raise psutil.NoSuchProcess(1)
+
+    ended: queue.Queue[int] = queue.Queue()
+    monkeypatch.setenv(ENV_SUPERVISOR, "1:0.0")
+    monkeypatch.setattr(stopping, "is_running", lambda described: False)
+    monkeypatch.setattr(psutil.Process, "children", lambda process, recursive: [Ended()])
+    monkeypatch.setattr(os, "_exit", ended.put)
+    end_with_supervisor(lambda gone: None)
+    assert ended.get(timeout=LIMIT) == 1
 
 
 # --- a rank that was told to leave, and goes on all the same ----------------------------------------------------------

@@ -5,8 +5,9 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.tiers import Located
 from rollback.config import Settings
-from rollback.errors import CheckpointDamaged, StateRefused
+from rollback.errors import CheckpointDamaged, JournalDamaged, StateRefused
+from rollback.facts.history import History
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.sentinel import Sentinel
 from rollback.train.catalogue.catalogue import CheckpointPlace
@@ -30,7 +32,7 @@ from rollback.train.restore.restore import RestoreOutcome, restore, verify
 from rollback.train.snapshots import frozen
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.start import found_run
+from rollback.train.start import attach, found_run
 from rollback.train.start.found_run import InSlot, common, is_enough, read_run
 from rollback.train.state.state import TrainingState
 
@@ -263,9 +265,24 @@ def test_nobody_waits_in_a_collective_for_as_long_as_the_first_rank_fetches_the_
     monkeypatch.setattr(found_run, "fetch", fetch)
     jobs = [state.job(2) for state in two.saved]
     paths = RunPaths(two.paths.root.with_name("another"))
-    (first, lock), (second, _) = two.both(lambda rank: read_run(paths, jobs[rank], two.ranks[rank], Settings()))
+    with ExitStack() as held:
+        first, second = two.both(lambda rank: read_run(paths, jobs[rank], two.ranks[rank], Settings(), held))
     assert (first.attempt, first.history) == (second.attempt, second.history)
-    lock.release()
+
+
+def test_where_rank_0_alone_finds_a_journal_damaged_the_others_do_not_wait_for_it(
+    two: TwoHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contradicted(*_: object) -> NoReturn:
+        raise JournalDamaged("line 3 contradicts what is before it")
+
+    def refused(rank: int) -> str:
+        with pytest.raises(JournalDamaged) as caught:
+            attach._none_is_usable(two.paths, History(), {two.name}, {}, two.ranks[rank], None)
+        return caught.value.message
+
+    monkeypatch.setattr(attach, "fold_journal", contradicted)
+    assert two.both(refused) == ["line 3 contradicts what is before it"] * 2
 
 
 def test_what_every_host_has_in_the_same_slot_counts() -> None:

@@ -1,0 +1,54 @@
+"""What ranks hand to their guards, where they do not hand over the same: all of them are refused, and none waits."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from warm_server import WarmPopen
+
+RANK = """
+import json, sys, torch, torch.distributed as dist
+from datetime import timedelta
+from torch import nn
+import rollback
+from rollback.errors import RollbackError
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+first, told = dist.get_rank() == 0, []
+for of_first, of_second in (
+    ({}, {"scheduler": 5}), ({"init": "model"}, {}), ({"run": "runs/12-00-00"}, {"run": "runs/12-00-01"}),
+):
+    model = nn.Linear(4, 1)
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "loader": [], "run": sys.argv[1]}
+    try:
+        rollback.Guard(**given | (of_first if first else of_second))
+    except RollbackError as error:
+        told.append([type(error).__name__, error.message])
+print(json.dumps(told))
+dist.destroy_process_group()
+"""
+
+
+def test_what_is_wrong_on_one_rank_or_not_alike_is_refused_on_all(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        WarmPopen[str](
+            [sys.executable, "-c", RANK, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+            env={**environment, "RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+    first, second = [json.loads(lines[-1]) for lines in outputs]  # gloo of torch 2.10 writes to stdout, too
+    assert first == second
+    (of_one_rank, of_init, of_run) = first
+    assert of_one_rank[0] == "UsageError"
+    assert "scheduler= is a int" in of_one_rank[1]
+    assert "init is given on rank 0 and None on rank 1" in of_init[1]
+    assert "run is runs/12-00-00 on rank 0 and runs/12-00-01 on rank 1" in of_run[1]
+    assert list(tmp_path.iterdir()) == []
