@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
-from rollback.errors import CheckpointUnusable
 from rollback.facts.training import Tier
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
@@ -35,13 +34,13 @@ _HELD = (CheckpointStatus.CANDIDATE, CheckpointStatus.GOOD)
 class CheckpointPlace:
     """Where a checkpoint lies. run: the run directory, which has the frozen weights. memory: this rank's own shard, if
     this process has it mapped (fast tier). bring: collective; makes sure that it is there, on every host where each has
-    a run directory of its own, and returns the fault or None."""
+    a run directory of its own. Raises CheckpointUnusable, on all ranks."""
 
     directory: Path
     run: RunPaths
     in_slot: bool = False
     memory: memoryview | None = None
-    bring: Callable[[str], CheckpointUnusable | None] | None = None
+    bring: Callable[[str], object] | None = None
 
     @property
     def tier(self) -> Tier:

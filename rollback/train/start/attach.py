@@ -311,7 +311,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
 
 
 def _places(
-    paths: RunPaths, found: FoundRun, bring: Callable[[str], CheckpointUnusable | None] | None
+    paths: RunPaths, found: FoundRun, bring: Callable[[str], object] | None
 ) -> dict[str, list[CheckpointPlace]]:
     """The places of each checkpoint. All ranks have the same number of places, even where a host lacks one."""
     slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)
