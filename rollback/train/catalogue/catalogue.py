@@ -100,10 +100,13 @@ class Catalogue:
             known.pop(name, None)
 
     def leave(self, name: str) -> None:
-        """Note that a checkpoint leaves the fast tier. A good one can still be restored if the ring has it."""
+        """Note that a checkpoint leaves the fast tier. A good one can still be restored if the ring has it.
+
+        A long run remembers thousands of these, and a manifest has a line for each of thousands of ranks: not here."""
         entry = self._entries[name]
         if entry.status is CheckpointStatus.GOOD:
             entry.status, entry.slot = CheckpointStatus.LEFT, None
+            entry.manifest = entry.manifest.model_copy(update={"shards": ()})
         else:
             self.drop(name)
 
