@@ -25,7 +25,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def load_into(name: str, item: Stateful, state: dict[str, Any]) -> None:
+def load_into(name: str, item: Stateful, state: Any) -> None:
     """Load a stored state into an object. Raises StateRefused where its `load_state_dict` raises, but for errors of
     memory, hardware and peers, which say nothing of the state."""
     try:
@@ -36,10 +36,11 @@ def load_into(name: str, item: Stateful, state: dict[str, Any]) -> None:
         kind = qualified_name(type(error))
         if class_of_exception(kind, text_of(error)) != "exception":
             raise
+        what = f"has {first_few([*map(repr, state)], _SHOWN)}" if isinstance(state, Mapping) else f"is {state!r:.60}"
         raise StateRefused(
             f"the {type(item).__name__} {name!r} did not load the state that the checkpoint has by this name: its "
-            f"load_state_dict raised {kind}: {text_of(error)}. That state has "
-            f"{first_few([*map(repr, state)], _SHOWN)}: it may be of an object of another kind",
+            f"load_state_dict raised {kind}: {text_of(error)}. That state {what}: it may be of an object of another "
+            "kind",
             hint=f"make {name!r} as the run made it, or start this job with its own run directory (--run DIR)",
         ) from error
 
