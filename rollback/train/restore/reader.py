@@ -309,7 +309,7 @@ class OwnShard:
         }
 
 
-OpenCheckpoint = AllShards | OwnShard
+OpenShards = AllShards | OwnShard
 
 
 def targets(

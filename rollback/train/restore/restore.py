@@ -15,7 +15,7 @@ from rollback.errors import (
 )
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
-from rollback.train.restore.reader import AllShards, OpenCheckpoint, OwnShard
+from rollback.train.restore.reader import AllShards, OpenShards, OwnShard
 from rollback.train.restore.reads import threads_of
 from rollback.train.state.state import TrainingState
 
@@ -90,7 +90,7 @@ def _restore_from(place: CheckpointPlace, name: str, ranks: Ranks, state: Traini
     return reading.frozen.reread
 
 
-def _verified(place: CheckpointPlace, name: str, ranks: Ranks, state: TrainingState | None) -> OpenCheckpoint:
+def _verified(place: CheckpointPlace, name: str, ranks: Ranks, state: TrainingState | None) -> OpenShards:
     """Collective: open and verify a checkpoint on all ranks. Raises CheckpointUnusable where one finds a fault: then it
     is open on none of them."""
     if place.bring is not None:
@@ -105,7 +105,7 @@ def _verified(place: CheckpointPlace, name: str, ranks: Ranks, state: TrainingSt
     return reading
 
 
-def _open(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenCheckpoint:
+def _open(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenShards:
     """Open a checkpoint on this rank, once more where the disk refuses. Raises CheckpointUnusable."""
     try:
         return _open_once(place, name, ranks)
@@ -113,7 +113,7 @@ def _open(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenCheckpoint:
         return _open_once(place, name, ranks)
 
 
-def _open_once(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenCheckpoint:
+def _open_once(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenShards:
     # Read from there even where the caller has a manifest: it may hold something else by now.
     manifest = read_manifest(place.directory, in_slot=place.in_slot)
     if manifest.name != name:
@@ -122,7 +122,7 @@ def _open_once(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenCheckpoin
     return made(manifest, place.directory, place.memory, ranks)
 
 
-def _load(reading: OpenCheckpoint, ranks: Ranks, state: TrainingState) -> None:
+def _load(reading: OpenShards, ranks: Ranks, state: TrainingState) -> None:
     """Collective: read every tensor into its place, load the rest, and close. Raises, on all ranks, what one meets."""
     with closing(reading):
         ranks.agreed(lambda: reading.load(ranks, state))
