@@ -1,6 +1,8 @@
 """Fetching one checkpoint from a URL beside the training, with a file system that fails at any operation."""
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty import Bucket, Died, Manner, patience
@@ -8,7 +10,8 @@ from faulty import Bucket, Died, Manner, patience
 from checkpoints import whole, write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
-from rollback.checkpoints.format.manifest import Manifest, read_manifest
+from rollback.checkpoints.format.manifest import read_manifest
+from rollback.errors import CheckpointDamaged, CheckpointOutOfReach
 from rollback.facts.training import Drained, Fetched, Quarantined
 from rollback.ring.url import store as storing
 from rollback.ring.url.ring import RingAtUrl
@@ -64,7 +67,6 @@ def test_what_the_record_says_is_there_is_offered_and_comes_whole(paths: RunPath
     assert offered(there) == NAMES
     assert len(bucket.operations) == operations, "nobody asks a network to make a plan"
     found = there.fetch(NAMES[1])
-    assert isinstance(found, Manifest)
     assert found == read_manifest(paths.checkpoint(NAMES[1]))
     assert whole(paths, NAMES[1])
     assert done == ["fetching", "rewinding"]
@@ -85,11 +87,9 @@ def test_whatever_operation_fails_the_checkpoint_is_here_whole_or_not_at_all(
     for number in numbers:
         there.try_again()
         bucket.fail(number, manner)
-        try:
-            found = there.fetch(NAMES[1])
-        except Died:
-            found = "the process is no more"
-        assert isinstance(found, Manifest) == (manner == "once"), f"operation {number}"
+        failing: Any = contextlib.nullcontext() if manner == "once" else pytest.raises((Died, CheckpointOutOfReach))
+        with failing:
+            there.fetch(NAMES[1])
         assert ring.names(paths) == ([NAMES[1]] if manner == "once" else [])
         assert not [line for line in read_journal(paths.train_journal).records if isinstance(line.fact, Quarantined)]
         if manner == "for ever":
@@ -98,7 +98,7 @@ def test_whatever_operation_fails_the_checkpoint_is_here_whole_or_not_at_all(
         there.try_again()
         assert offered(there) == NAMES, "the next plan tries again"
         if manner != "once":
-            assert isinstance(there.fetch(NAMES[1]), Manifest)
+            there.fetch(NAMES[1])
         assert whole(paths, NAMES[1])
         ring.evict(paths, NAMES[1])
 
@@ -107,8 +107,22 @@ def test_a_checkpoint_that_is_not_there_any_more_costs_that_choice_only(paths: R
     there, _, _ = reaching(paths)
     for key in [key for key in bucket.objects if NAMES[2] in key]:
         del bucket.objects[key]
-    assert str(there.fetch(NAMES[2])) == f"{URL} has no checkpoint {NAMES[2]} any more"
+    with pytest.raises(CheckpointDamaged, match="any more") as refused:
+        there.fetch(NAMES[2])
+    assert str(refused.value) == f"{URL} has no checkpoint {NAMES[2]} any more"
     assert offered(there) == NAMES[:2]
+
+
+def test_a_checkpoint_that_is_in_the_run_directory_all_the_same_is_not_fetched(paths: RunPaths, bucket: Bucket) -> None:
+    """As one that a full ring gave up and a pin kept: a copy would have put it into quarantine."""
+    there, done, _ = reaching(paths)
+    there.fetch(NAMES[1])
+    operations = len(bucket.operations)
+    done.clear()
+    assert there.fetch(NAMES[1]) == read_manifest(paths.checkpoint(NAMES[1]))
+    assert (len(bucket.operations), done) == (operations, [])
+    assert not paths.quarantine.exists()
+    assert len([line for line in read_journal(paths.train_journal).records if isinstance(line.fact, Fetched)]) == 1
 
 
 def test_a_record_that_cannot_be_read_offers_nothing(paths: RunPaths) -> None:

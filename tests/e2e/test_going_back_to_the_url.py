@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,7 +247,7 @@ def test_a_crash_in_mid_fetch_ends_with_the_same_rollback(
 class SecondHost:
     """The ranks as one sees them on a host with a run directory of its own. content: which checkpoint rank 0 has."""
 
-    first, first_in_directory = False, True
+    first_in_directory, is_rank_0 = True, False
 
     def __init__(self, content: str) -> None:
         self._content = content
@@ -254,8 +255,8 @@ class SecondHost:
     def from_first(self, value: Any) -> Any:
         return self._content
 
-    def first_fault(self, fault: str | None) -> str | None:
-        return fault
+    def agreed(self, act: Callable[[], object]) -> object:
+        return act()
 
     def all_of(self, condition: bool) -> bool:
         return condition
@@ -275,9 +276,9 @@ def test_a_host_that_has_another_runs_checkpoint_by_that_name_gets_the_one_that_
     second = RunPaths(tmp_path / "second")
     shutil.copytree(before.checkpoint(name), second.checkpoint(name))
     ranks: Any = SecondHost(wanted)
-    assert HostCopies(second, ranks, URL).bring(name) is None
+    HostCopies(second, ranks, URL).bring(name)
     assert read_manifest(second.checkpoint(name)).content == wanted
-    assert HostCopies(second, ranks, None).bring(name) is None, "it needs no copy any more"
+    HostCopies(second, ranks, None).bring(name)  # it needs no copy any more
 
 
 def test_a_checkpoint_that_a_host_cannot_reach_is_not_taken_for_a_damaged_one(
@@ -288,11 +289,13 @@ def test_a_checkpoint_that_a_host_cannot_reach_is_not_taken_for_a_damaged_one(
     name = ring.names(first)[-1]
     ranks: Any = SecondHost(read_manifest(first.checkpoint(name)).content)
     bucket.fail(0, "for ever")
-    assert isinstance(HostCopies(second, ranks, URL).bring(name), CheckpointOutOfReach)
+    with pytest.raises(CheckpointOutOfReach):
+        HostCopies(second, ranks, URL).bring(name)
     bucket.heal()
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1, used=1, free=0))
-        assert isinstance(HostCopies(second, ranks, URL).bring(name), CheckpointOutOfReach)
+        with pytest.raises(CheckpointOutOfReach):
+            HostCopies(second, ranks, URL).bring(name)
     bucket.objects.clear()
-    fault = HostCopies(second, ranks, URL).bring(name)
-    assert type(fault) is CheckpointDamaged, "it is there no more"
+    with pytest.raises(CheckpointDamaged, match="any more"):
+        HostCopies(second, ranks, URL).bring(name)

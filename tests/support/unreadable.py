@@ -9,10 +9,9 @@ from typing import Any
 from unittest import mock
 
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import CheckpointUnusable
 from rollback.system import files
 from rollback.train.restore import restore
-from rollback.train.restore.reader import Reading
+from rollback.train.restore.reader import OpenShards
 
 _READ = 2  # tensors before the refusal: some live ones have the checkpoint's content then, and the others have not
 
@@ -28,13 +27,14 @@ def unreadable(name: str, times: int, where: Callable[[Path], bool] = lambda sha
     """So many times, reading the tensors of a checkpoint fails in the middle; not of copies elsewhere."""
     load, attempts = restore._load, Attempts()
 
-    def load_or_fail(reading: Reading, *rest: Any) -> CheckpointUnusable | None:
+    def load_or_fail(reading: OpenShards, *rest: Any) -> None:
         if is_of(reading, name) and where(reading.shards[0].path):
             attempts.count += 1
             if attempts.count <= times:
                 with mock.patch("os.preadv", failing(os.preadv)):
-                    return load(reading, *rest)
-        return load(reading, *rest)
+                    load(reading, *rest)
+                return
+        load(reading, *rest)
 
     with mock.patch.object(restore, "_load", load_or_fail):
         yield attempts
@@ -45,11 +45,11 @@ def cut_short(name: str) -> Iterator[None]:
     """The first shard of a checkpoint is cut off when it has just been verified, for good."""
     load = restore._load
 
-    def cut_and_load(reading: Reading, *rest: Any) -> CheckpointUnusable | None:
+    def cut_and_load(reading: OpenShards, *rest: Any) -> None:
         shard = reading.shards[0]
         if is_of(reading, name):
             os.truncate(shard.path, sorted(entry.start for entry in shard.entries.values())[_READ])
-        return load(reading, *rest)
+        load(reading, *rest)
 
     with mock.patch.object(restore, "_load", cut_and_load):
         yield
@@ -69,7 +69,7 @@ def forbidden(path: Path) -> Iterator[None]:
         yield
 
 
-def is_of(reading: Reading, name: str) -> bool:
+def is_of(reading: OpenShards, name: str) -> bool:
     return read_manifest(reading.shards[0].path.parent, in_slot=True).name == name
 
 

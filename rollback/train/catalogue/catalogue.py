@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
-from rollback.errors import CheckpointUnusable
 from rollback.facts.training import Tier
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
@@ -25,7 +24,6 @@ class CheckpointStatus(Enum):
     CANDIDATE = "candidate"  # committed
     GOOD = "good"  # has survived probation
     LEFT = "left"  # was good in the fast tier, which it has left: the run directory's ring may have it
-    REMOTE = "remote"  # is offered by the ring at the URL, and has to be fetched first
 
 
 _HELD = (CheckpointStatus.CANDIDATE, CheckpointStatus.GOOD)
@@ -35,13 +33,13 @@ _HELD = (CheckpointStatus.CANDIDATE, CheckpointStatus.GOOD)
 class CheckpointPlace:
     """Where a checkpoint lies. run: the run directory, which has the frozen weights. memory: this rank's own shard, if
     this process has it mapped (fast tier). bring: collective; makes sure that it is there, on every host where each has
-    a run directory of its own, and returns the fault or None."""
+    a run directory of its own. Raises CheckpointUnusable, on all ranks."""
 
     directory: Path
     run: RunPaths
     in_slot: bool = False
     memory: memoryview | None = None
-    bring: Callable[[str], CheckpointUnusable | None] | None = None
+    bring: Callable[[str], object] | None = None
 
     @property
     def tier(self) -> Tier:
@@ -52,15 +50,12 @@ class CheckpointPlace:
 class CatalogueEntry:
     """A checkpoint, or a snapshot that may become one."""
 
-    manifest: Manifest | None
-    """None while all that is known of it is what the ring at the URL offers."""
+    manifest: Manifest
     status: CheckpointStatus
     slot: int | None = None
     """The slot of the fast tier in which it lies on every host. Without one it lies in the run directory's ring."""
     healthy: int = 0
     """Healthy verdicts since it was taken, of a snapshot or candidate."""
-    offer: PolicyCheckpoint | None = None
-    """As the ring at the URL offers it, of what is not held here."""
 
 
 class Catalogue:
@@ -74,6 +69,8 @@ class Catalogue:
         self._entries: dict[str, CatalogueEntry] = {}
         self._on_probation: dict[str, CatalogueEntry] = {}
         """The snapshots and candidates of them. Every step asks for these, and a long run has thousands of entries."""
+        self._offered: dict[str, PolicyCheckpoint] = {}
+        """What is not held here, and can be fetched from the ring at the URL."""
         for item in held:
             status = CheckpointStatus.GOOD if item.good else CheckpointStatus.CANDIDATE
             self._add(item.manifest, status, item.slot, item.healthy)
@@ -99,14 +96,17 @@ class Catalogue:
             self._on_probation[manifest.name] = entry
 
     def drop(self, name: str) -> None:
-        self._entries.pop(name, None)
-        self._on_probation.pop(name, None)
+        for known in (self._entries, self._on_probation, self._offered):
+            known.pop(name, None)
 
     def leave(self, name: str) -> None:
-        """Note that a checkpoint leaves the fast tier. A good one can still be restored if the ring has it."""
+        """Note that a checkpoint leaves the fast tier. A good one can still be restored if the ring has it.
+
+        A long run remembers thousands of these, and a manifest has a line for each of thousands of ranks: not here."""
         entry = self._entries[name]
         if entry.status is CheckpointStatus.GOOD:
             entry.status, entry.slot = CheckpointStatus.LEFT, None
+            entry.manifest = entry.manifest.model_copy(update={"shards": ()})
         else:
             self.drop(name)
 
@@ -123,17 +123,12 @@ class Catalogue:
             if self.is_held(name) and entry.slot is None and name not in in_ring:
                 self.drop(name)
             elif entry.status is CheckpointStatus.LEFT and name in in_ring:
-                entry.status, entry.offer = CheckpointStatus.GOOD, None
+                entry.status = CheckpointStatus.GOOD
+                self._offered.pop(name, None)
 
     def offer(self, remote: Iterable[PolicyCheckpoint]) -> None:
         """Note what the ring at the URL has, as one rank saw it. What is held here need not be fetched."""
-        for name, entry in list(self._entries.items()):
-            entry.offer = None
-            if entry.status is CheckpointStatus.REMOTE:
-                self.drop(name)
-        for point in remote:
-            if not self.is_held(point.name):
-                self._entries.setdefault(point.name, CatalogueEntry(None, CheckpointStatus.REMOTE)).offer = point
+        self._offered = {point.name: point for point in remote if not self.is_held(point.name)}
 
     # Probation -----------------------------------------------------------------------------------------------------
 
@@ -144,16 +139,16 @@ class Catalogue:
         their probation again; those from before it go on. Until then it is not known what they led to.
         """
         if not healthy:
-            for name, entry in self._on_probation.items():
-                if onset is not None and self.manifest(name).step > onset:
+            for entry in self._on_probation.values():
+                if onset is not None and entry.manifest.step > onset:
                     entry.healthy = 0
             return []
         passed: list[Manifest] = []
-        for name, entry in self._on_probation.items():
+        for entry in self._on_probation.values():
             entry.healthy += 1
             if entry.healthy >= self._probation and entry.status is CheckpointStatus.CANDIDATE:
                 entry.status = CheckpointStatus.GOOD
-                passed.append(self.manifest(name))
+                passed.append(entry.manifest)
         for manifest in passed:
             del self._on_probation[manifest.name]
         return passed
@@ -177,8 +172,7 @@ class Catalogue:
 
     def is_remote(self, name: str) -> bool:
         """Whether a checkpoint has to be fetched from the ring at the URL before it can be restored."""
-        entry = self._entries.get(name)
-        return entry is not None and entry.offer is not None
+        return name in self._offered
 
     def as_held(self) -> list[PolicyCheckpoint]:
         """The held checkpoints, oldest first, as the policy needs them."""
@@ -187,14 +181,12 @@ class Catalogue:
 
     def to_choose_from(self) -> list[PolicyCheckpoint]:
         """The checkpoints that can be restored: those that are held, and those that can be fetched. Oldest first."""
-        offers = [entry.offer for entry in self._entries.values() if entry.offer is not None]
-        return sorted([*self.as_held(), *offers], key=lambda point: CheckpointName(point.name).sort_key)
+        points = [*self.as_held(), *self._offered.values()]
+        return sorted(points, key=lambda point: CheckpointName(point.name).sort_key)
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of a held checkpoint."""
-        manifest = self._entries[name].manifest
-        assert manifest is not None
-        return manifest
+        return self._entries[name].manifest
 
     def slot(self, name: str) -> int | None:
         entry = self._entries.get(name)
@@ -217,5 +209,5 @@ class Catalogue:
         return {name for name, entry in self._entries.items() if entry.status is CheckpointStatus.GOOD}
 
     def _in_order(self) -> list[Manifest]:
-        held = [entry.manifest for entry in self._entries.values() if entry.status in _HELD and entry.manifest]
+        held = [entry.manifest for entry in self._entries.values() if entry.status in _HELD]
         return sorted(held, key=lambda manifest: manifest.sort_key)

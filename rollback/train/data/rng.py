@@ -151,12 +151,14 @@ class RandomStream:
 
 
 def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
-    """Other random states, in the form of `capture`: a pure function of `state` and `key`. Draws nothing."""
+    """Other random states, in the form of `capture`: a pure function of `state` and `key`. Draws nothing. Where there
+    is no GPU, they have none of the GPUs' that were: `restore` would not use them."""
     with preserved():
         seed_all(f"{_sha256_of(state)}/{key}")
         other = capture(cuda=False)
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-    other["cuda"] = [torch.Generator(device="cuda").manual_seed(seed).get_state() for _ in state["cuda"]]
+    there = state["cuda"] if torch.cuda.is_available() else ()
+    other["cuda"] = [torch.Generator(device="cuda").manual_seed(seed).get_state() for _ in there]
     return {**other, "device": state["device"]} if "device" in state else other
 
 

@@ -148,7 +148,7 @@ class FailureRecorder:
         now = time.time()
         reading = activity.doing == "reading"
         in_hand = activity.in_hand and not self._activity.evaluates()
-        samples = self._cursor.in_hand(reading) if in_hand else None
+        samples = self._cursor.indices(reading=reading) if in_hand else None
         unreadable = self._cursor.unreadable(samples) if samples and reading else []
         return FailureRecord(
             rank=self._rank, pid=self._pid, host=host_name(), attempt=self._attempt,

@@ -28,7 +28,7 @@ from rollback.checkpoints.format.layout import TensorKind
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.format.parts import Part, cover, read_parts, whole
 from rollback.checkpoints.format.shard import ShardReader
-from rollback.errors import CheckpointDamaged, CheckpointUnusable
+from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data import rng
@@ -153,8 +153,9 @@ class OwnShard:
         """Of tensors that are not sharded: each is in one rank's shard."""
         self._parts: dict[str, Part] = {}
         """This rank's."""
-        self._wanted: list[str] = []
-        self._wanted_parts: list[str] = []
+        self._wanted: dict[str, None] = {}
+        self._wanted_parts: dict[str, None] = {}
+        """What the tree of all ranks refers to, in its order."""
         self.frozen = FrozenInCheckpoint({}, None)
         self._shard = ShardReader(directory / record.file, record.written, memory=memory, threads=threads_of(ranks))
         self.shards = [self._shard]
@@ -170,9 +171,9 @@ class OwnShard:
             self.close()
             raise
 
-    def meet(self, ranks: Ranks) -> CheckpointUnusable | None:
-        """Collective: learn which rank has which of the tensors that are not sharded. Returns the fault; None: there is
-        none."""
+    def meet(self, ranks: Ranks) -> None:
+        """Collective: learn which rank has which of the tensors that are not sharded. Raises CheckpointUnusable, maybe
+        on this rank alone."""
         kinds = {
             key: (entry.dtype, entry.shape)
             for key, entry in self._shard.entries.items()
@@ -181,30 +182,23 @@ class OwnShard:
         shards = ranks.from_each([self._content, kinds])
         self._shared, self.frozen.digests = ranks.from_first([self._shared, self.frozen.digests])
         if any(content != self._content for content, _ in shards):
-            return CheckpointDamaged(f"the hosts have different checkpoints in their slots by the name {self._name}")
+            raise CheckpointDamaged(f"the hosts have different checkpoints in their slots by the name {self._name}")
         for rank, (_, kinds) in enumerate(shards):
             for key, (dtype, shape) in kinds.items():
                 self._owner[key], self._kinds[key] = rank, (dtype, tuple(shape))
-        wanted: dict[str, None] = {}
-        wanted_parts: dict[str, None] = {}
 
         def note(key: str) -> Tensor:
             if key not in self._owner:
                 return self.frozen.stand_in(key)
-            wanted[key] = None
+            self._wanted[key] = None
             return torch.empty(0)
 
         def note_part(key: str) -> Tensor:
-            wanted_parts[key] = None
+            self._wanted_parts[key] = None
             return torch.empty(0)
 
-        try:
-            with _in_words(self._name):
-                require_keys(tree.decode(self._shared, note, note_part), "shared")
-        except CheckpointUnusable as error:
-            return error
-        self._wanted, self._wanted_parts = list(wanted), list(wanted_parts)
-        return None
+        with _in_words(self._name):
+            require_keys(tree.decode(self._shared, note, note_part), "shared")
 
     def load(self, ranks: Ranks, state: TrainingState) -> None:
         live, find = ranks.agreed(lambda: (state.live_tensors(), state.places()))
@@ -213,20 +207,17 @@ class OwnShard:
         own = {key for key in self._wanted if self._owner[key] == ranks.rank}
         own |= {key for key, like in likes.items() if self._parts.get(key) == part_of(like, key)}
         read: dict[str, Tensor] = {}
-        local: Any = None
-        fault: str | None = None
-        try:
+
+        def read_own() -> Any:
             with reading(ranks) as reads:
                 for key in sorted(own):
                     entry = self._shard.entries[key]
                     read[key] = reads.want(self._shard, key, target_of(key, (entry.dtype, entry.shape)))
                 for key in self.frozen.digests.keys() - self._owner.keys():
                     read[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
-                local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
-        except CheckpointUnusable as error:
-            fault = error.message
-        if (fault := ranks.first_fault(fault)) is not None:
-            raise CheckpointDamaged(fault)
+                return tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
+
+        local = ranks.agreed(read_own)
         found = dict(read)
         by_owner: dict[int, dict[str, tuple[Tensor | None, TensorKind]]] = {}
         for key in self._wanted:
@@ -318,7 +309,7 @@ class OwnShard:
         }
 
 
-Reading = AllShards | OwnShard
+OpenShards = AllShards | OwnShard
 
 
 def targets(

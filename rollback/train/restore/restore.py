@@ -1,7 +1,9 @@
 """Restoring a checkpoint: all ranks verify it and agree on it first, then it is read into the live tensors."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import (
@@ -13,11 +15,9 @@ from rollback.errors import (
 )
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
-from rollback.train.restore.reader import AllShards, OwnShard, Reading
+from rollback.train.restore.reader import AllShards, OpenShards, OwnShard
 from rollback.train.restore.reads import threads_of
 from rollback.train.state.state import TrainingState
-
-_TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be read twice is bad
 
 
 @dataclass
@@ -52,16 +52,13 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     """
     result = RestoreOutcome()
     for place in places:
-        for _ in range(_TRIES):
-            reading, fault = _verify(name, place, ranks, state)
-            if reading is None:
-                break  # it is not what was written: no use in trying again
-            result.reread = reading.frozen.reread
-            if (fault := _load(reading, ranks, state)) is None:
-                result.place = place
-                return result
-        assert fault is not None
-        result.faults.append((place, fault))
+        try:
+            result.reread = _restore_from(place, name, ranks, state)
+        except CheckpointUnusable as error:
+            result.faults.append((place, error))
+        else:
+            result.place = place
+            break
     return result
 
 
@@ -72,71 +69,63 @@ def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> Checkp
     """
     faults = []
     for place in places:
-        reading, fault = _verify(name, place, ranks, None)
-        if reading is not None:
-            reading.close()
+        try:
+            _verified(place, name, ranks, None).close()
+        except CheckpointUnusable as error:
+            faults.append(error)
+        else:
             return None
-        assert fault is not None
-        faults.append(fault)
     return _together(faults)
 
 
-def _verify(
-    name: str, place: CheckpointPlace, ranks: Ranks, state: TrainingState | None
-) -> tuple[Reading | None, CheckpointUnusable | None]:
-    """Collective: open and verify a checkpoint on all ranks. If one rank finds a fault, it is open on none of them."""
-    if place.bring is not None and (why := place.bring(name)) is not None:
-        return None, why
-    reading, fault = _open(name, place, ranks)
-    fault = _first(ranks, fault)
-    if fault is None and isinstance(reading, OwnShard):
-        fault = _first(ranks, reading.meet(ranks))
-    if fault is None and state is not None and reading is not None and reading.frozen.digests:
-        fault = _first(ranks, reading.frozen.compare(place.run, state, threads_of(ranks)))
-    if fault is None:
-        return reading, None
-    if reading is not None:
-        reading.close()
-    return None, fault
-
-
-def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, CheckpointUnusable | None]:
-    """Open a checkpoint on this rank. Returns it, or the fault. Only a failure of the disk is tried again."""
-    fault: CheckpointUnusable | None = None
-    for _ in range(_TRIES):
-        try:
-            # Read from there even where the caller has a manifest: it may hold something else by now.
-            manifest = read_manifest(place.directory, in_slot=place.in_slot)
-            if manifest.name != name:
-                raise CheckpointDamaged(f"{place.directory} holds {manifest.name}, not {name}")
-            made = OwnShard if place.in_slot and ranks.host_count > 1 else AllShards
-            return made(manifest, place.directory, place.memory, ranks), None
-        except CheckpointUnreadable as error:
-            fault = error
-        except CheckpointUnusable as error:
-            return None, error
-    return None, fault
-
-
-def _load(reading: Reading, ranks: Ranks, state: TrainingState) -> CheckpointUnusable | None:
-    """Collective: read every tensor into its place and load the rest. Returns what failed on some rank. Raises, on all
-    ranks, what their objects refuse."""
+def _restore_from(place: CheckpointPlace, name: str, ranks: Ranks, state: TrainingState) -> int:
+    """Collective: returns how many frozen weights of this rank were put back. Raises CheckpointUnusable, on all ranks,
+    and what their objects refuse. What is not what was written is not tried again."""
+    reading = _verified(place, name, ranks, state)
     try:
+        _load(reading, ranks, state)
+    except CheckpointUnusable:  # a disk that refuses may recover, but a checkpoint that cannot be read twice is bad
+        reading = _verified(place, name, ranks, state)
+        _load(reading, ranks, state)
+    return reading.frozen.reread
+
+
+def _verified(place: CheckpointPlace, name: str, ranks: Ranks, state: TrainingState | None) -> OpenShards:
+    """Collective: open and verify a checkpoint on all ranks. Raises CheckpointUnusable where one finds a fault: then it
+    is open on none of them."""
+    if place.bring is not None:
+        place.bring(name)
+    with ExitStack() as opened:
+        reading = ranks.agreed(lambda: opened.enter_context(closing(_open(place, name, ranks))))
+        if isinstance(reading, OwnShard):
+            ranks.agreed(partial(reading.meet, ranks))
+        if state is not None and reading.frozen.digests:
+            ranks.agreed(partial(reading.frozen.compare, place.run, state, threads_of(ranks)))
+        opened.pop_all()
+    return reading
+
+
+def _open(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenShards:
+    """Open a checkpoint on this rank, once more where the disk refuses. Raises CheckpointUnusable."""
+    try:
+        return _open_once(place, name, ranks)
+    except CheckpointUnreadable:
+        return _open_once(place, name, ranks)
+
+
+def _open_once(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenShards:
+    # Read from there even where the caller has a manifest: it may hold something else by now.
+    manifest = read_manifest(place.directory, in_slot=place.in_slot)
+    if manifest.name != name:
+        raise CheckpointDamaged(f"{place.directory} holds {manifest.name}, not {name}")
+    made = OwnShard if place.in_slot and ranks.host_count > 1 else AllShards
+    return made(manifest, place.directory, place.memory, ranks)
+
+
+def _load(reading: OpenShards, ranks: Ranks, state: TrainingState) -> None:
+    """Collective: read every tensor into its place, load the rest, and close. Raises, on all ranks, what one meets."""
+    with closing(reading):
         ranks.agreed(lambda: reading.load(ranks, state))
-    except CheckpointUnusable as error:
-        return error
-    finally:
-        reading.close()
-    return None
-
-
-def _first(ranks: Ranks, fault: CheckpointUnusable | None) -> CheckpointUnusable | None:
-    """Collective: the fault of the first rank that has one. Of its kind it counts whether it is one of permission."""
-    told = ranks.from_each([fault.message, isinstance(fault, CheckpointForbidden)] if fault is not None else None)
-    if (found := next(filter(None, told), None)) is None:
-        return None
-    words, forbidden = found
-    return CheckpointForbidden(words) if forbidden else CheckpointDamaged(words)
 
 
 def _together(faults: Sequence[CheckpointUnusable]) -> CheckpointUnusable:

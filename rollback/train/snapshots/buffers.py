@@ -244,19 +244,16 @@ class FastTier:
             return False
         if (then := self._leaving.pop(number, None)) is not None:
             then(there)
-        region = self._regions.get(number)
-        if number >= self.count or (region is not None and region.size != size):
-            self._regions.pop(number, None)
-            if region is not None:
-                region.close()
-                region = None
-        if number >= self.count:
+        in_use, region = number < self.count, self._regions.get(number)
+        if region is not None and not (in_use and region.size == size):
+            self._regions.pop(number).close()
+            region = None
+        if not in_use:
             if self._leads:
                 slots.discard(self.paths, number)
-            return True
-        if region is not None:
+        elif region is not None:
             slots.require_file(self.paths, number, self._rank, region)
-        if region is None and size:
+        elif size:
             region = slots.map_shard(self.paths, number, self._rank, size)
             pin(region, self._device)
             self._regions[number] = region

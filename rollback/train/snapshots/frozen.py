@@ -133,30 +133,28 @@ class FrozenInCheckpoint:
         self._record = record
         self._live: dict[str, Tensor] = {}
 
-    def compare(self, paths: RunPaths, state: TrainingState, threads: int) -> CheckpointUnusable | None:
-        """Find out what has to be read, and verify that it can be read. Returns the fault, or None."""
+    def compare(self, paths: RunPaths, state: TrainingState, threads: int) -> None:
+        """Find out what has to be read, and verify that it can be read. Raises CheckpointUnusable."""
         live = state.live_tensors(whole=True)
         known = {name: live[name] for name in self.digests if name in live}
         found = _digests_of(known, threads)
         self._live = {name: item for name, item in known.items() if found[name] == self.digests[name]}
         differing = self.digests.keys() - self._live.keys()
+        if not differing:
+            return
         try:
-            if differing and self._record is None:
+            if self._record is None:
                 raise CheckpointDamaged("its manifest names no file with the frozen weights")
-            if differing and self._record is not None:
-                self.file = frozen.read_frozen(paths, self._record, hashed=True)
-                for name in differing:
-                    if name not in self.file.entries or digest_of(self.file.data(name)) != self.digests[name]:
-                        raise CheckpointDamaged(
-                            f"the file {self.file.path} has not, or damaged, what was stored of {name!r}"
-                        )
+            self.file = frozen.read_frozen(paths, self._record, hashed=True)
+            for name in differing:
+                if name not in self.file.entries or digest_of(self.file.data(name)) != self.digests[name]:
+                    path = self.file.path
+                    raise CheckpointDamaged(f"the file {path} has not, or damaged, what was stored of {name!r}")
         except CheckpointUnusable as error:
-            self.close()
-            return type(error)(
+            raise type(error)(
                 f"{len(differing)} of {len(self.digests)} frozen weights of the model, as {min(differing)!r}, are not "
                 f"those of the run, and cannot be put back: {error.message}"
-            )
-        return None
+            ) from error
 
     def stand_in(self, name: str) -> Tensor:
         """An empty tensor in place of a frozen one, to check a tree. Raises KeyError for other names."""

@@ -13,8 +13,8 @@ from rollback.facts.training import Tier
 from rollback.train.snapshots.capture import Capture
 from rollback.train.state.nonfinite import NonFiniteKind
 
-_WORDS = (48, 40, 40)  # bits of a hash in each word of a shard report, the highest first
-_HASH = "".join(f"%0{bits // 4}x" for bits in _WORDS)
+_WORDS = (slice(0, 12), slice(12, 22), slice(22, 32))  # hexadecimal digits of a hash in each word of a shard report
+_HASH = "%012x%010x%010x"
 
 
 class SnapshotStage(Enum):
@@ -146,11 +146,8 @@ class ShardReport:
 
     def words(self) -> tuple[int, ...]:
         """The shard report as whole numbers below 2**53."""
-        rest, words = int(self.written.digest, 16), []
-        for bits in reversed(_WORDS):
-            words.append(rest & ((1 << bits) - 1))
-            rest >>= bits
-        return (self.written.size, *reversed(words), self.spot_check, self.digest, self.nonfinite, *self.part)
+        digits = (int(self.written.digest[word], 16) for word in _WORDS)
+        return (self.written.size, *digits, self.spot_check, self.digest, self.nonfinite, *self.part)
 
 
 class ShardReports:

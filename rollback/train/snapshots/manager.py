@@ -12,7 +12,7 @@ from typing import Any
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import of_present_timeline
-from rollback.errors import EARLY, CheckpointDamaged, CheckpointOutOfReach, CheckpointUnusable, UsageError
+from rollback.errors import EARLY, CheckpointOutOfReach, CheckpointUnusable, UsageError
 from rollback.facts.training import (
     BecameGood,
     CheckpointLost,
@@ -187,15 +187,12 @@ class CheckpointManager:
             found.insert(0, CheckpointPlace(fast.paths.slot(slot), self._paths, in_slot=True, memory=view))
         return found
 
-    def _bring(self, name: str) -> CheckpointUnusable | None:
-        """Collective: make sure that a checkpoint is in the run directory of every host; returns the fault or None.
-        What is only at the URL is fetched first."""
+    def _bring(self, name: str) -> None:
+        """Collective: make sure that a checkpoint is in the run directory of every host. Raises CheckpointUnusable."""
         if self._remote is not None and self.catalogue.is_remote(name):
-            found = self._remote.fetch(name)
-            if isinstance(found, str):
-                return CheckpointDamaged(found)
-            self.catalogue.admit(found, good=True)
-        return self._copies.bring(name) if self._copies is not None else None
+            self.catalogue.admit(self._remote.fetch(name), good=True)
+        elif self._copies is not None:
+            self._copies.bring(name)
 
     def put_aside(self, name: str, fault: CheckpointUnusable) -> None:
         """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan; one

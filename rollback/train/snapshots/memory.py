@@ -117,7 +117,7 @@ class SnapshotMemory:
         self._buffer.wait(_HELD_UP[self._ranks.apart])
         left = ""
         if not self._ranks.all_of(self._ready_here()) and self.tier == "fast":
-            left = next(filter(None, self._ranks.from_each(self.fault)), "somebody reads the slot that is wanted now")
+            left = self._ranks.first_fault(self.fault) or "somebody reads the slot that is wanted now"
             self.use_slots(0)
             self._buffer.wait(_HELD_UP[False])
         self._all_ready, self._asked_of = self._ranks.all_of(self._ready_here()), self._buffer.next_slot
@@ -128,12 +128,12 @@ class SnapshotMemory:
         """Why this rank has none for the next snapshot, for its log."""
         return self._buffer.fault
 
-    def say(self) -> bool:
+    def tell_ready(self) -> bool:
         """Whether it is ready on this rank, for the next beat."""
         self._said_ready, self._asked_of = True, self._buffer.next_slot
         return self._ready_here()
 
-    def hear(self, ready: int) -> None:
+    def note_ready(self, ready: int) -> None:
         """Note how many ranks have said that it is ready, by the beat."""
         if self._said_ready:  # else the beat is from before the memory was changed
             self._all_ready = ready == self._ranks.world_size

@@ -185,7 +185,7 @@ class Snapshots:
             shard_failed=stage is SnapshotStage.FAILED,
             torn=flight is not None and flight.torn,
             committed=stage is SnapshotStage.COMMITTED,
-            ready=self.memory.say(),
+            ready=self.memory.tell_ready(),
             tier_failed=self.memory.fault is not None,
             outgrown=flight is not None and flight.outgrown,
             stall=self.stalled,
@@ -194,7 +194,7 @@ class Snapshots:
 
     def advance(self, beat: Beat) -> Landing | None:
         """Collective: act on a reduced beat. Returns the landing if the flight has ended."""
-        self.memory.hear(beat.ready)
+        self.memory.note_ready(beat.ready)
         flight = self.in_flight
         if flight is None:
             return None

@@ -135,6 +135,7 @@ def _restore_newest(
     run has of it.
     """
     history, damaged = found.history, found.damaged
+    unreached: CheckpointOutOfReach | None = None
     if history.pending is None:  # else the plan's own order stands, in which an older one serves
         _require_known(found, url)
     places = _places(paths, found, HostCopies(paths, ranks, url).bring if ranks.apart or found.at_url else None)
@@ -148,27 +149,39 @@ def _restore_newest(
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault.message}")
         if isinstance(result.unsettled, CheckpointForbidden):
             raise CheckpointForbidden(result.unsettled.message, hint=LET_IT_BE_READ)
-        if result.unsettled is not None and ranks.apart:  # no older one either, if it has to be fetched
-            raise CheckpointOutOfReach(
+        if result.unsettled is not None and (ranks.apart or manifest in found.at_url):
+            unreached = CheckpointOutOfReach(
                 f"{manifest.name}, with which the run goes on, cannot be had on every host: {result.unsettled.message}",
                 hint="the checkpoint may be sound: the same command goes on with it once that host reaches the ring "
                 "and has room",
             )
+            if ranks.apart or history.pending is None:  # no older one either, if it has to be fetched
+                raise unreached
+            if ranks.is_rank_0:
+                say(f"checkpoint {manifest.name} cannot be used in this attempt: {result.unsettled.message}")
+            continue
         if result.place is not None:
-            if (put_back := max(ranks.from_each(result.reread))) and ranks.is_rank_0:
-                say(f"{put_back} frozen weights of the model are not those of the run: they were put back")
-            if manifest in found.at_url:
-                found.manifests.append(manifest)
-                found.in_ring.append(manifest.name)
-            if resume.is_on_record(history, manifest, found.ahead):
-                damaged |= start_record.not_on_record(history, found.manifests, found.ahead)
+            _note_restored(found, manifest, max(ranks.from_each(result.reread)), ranks)
             return manifest, result.place
         damaged[manifest.name] = result.fault.message
+    if unreached is not None:
+        raise unreached
     lost = history.committed.keys() - history.left_run_directory - history.discarded
     _require_known(found, url)
     if not (found.manifests or damaged or lost):
         return None
     raise _none_is_usable(paths, history, lost, damaged, ranks, url)
+
+
+def _note_restored(found: FoundRun, manifest: Manifest, put_back: int, ranks: Ranks) -> None:
+    """The run goes on with this checkpoint. put_back: how many frozen weights, on the rank with most of them."""
+    if put_back and ranks.is_rank_0:
+        say(f"{put_back} frozen weights of the model are not those of the run: they were put back")
+    if manifest in found.at_url:
+        found.manifests.append(manifest)
+        found.in_ring.append(manifest.name)
+    if resume.is_on_record(found.history, manifest, found.ahead):
+        found.damaged.update(start_record.not_on_record(found.history, found.manifests, found.ahead))
 
 
 def _require_known(found: FoundRun, url: str | None) -> None:
@@ -277,7 +290,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
 
 
 def _places(
-    paths: RunPaths, found: FoundRun, bring: Callable[[str], CheckpointUnusable | None] | None
+    paths: RunPaths, found: FoundRun, bring: Callable[[str], object] | None
 ) -> dict[str, list[CheckpointPlace]]:
     """The places of each checkpoint. All ranks have the same number of places, even where a host lacks one."""
     slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollback.errors import UsageError
 from rollback.train.data.cursor.generators import KeptGenerator, is_generator
+from rollback.train.state.stateful import load_into
 
 _AS_IT_IS, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
 _OF_NUMBERS = Tensor, np.ndarray, np.generic
@@ -92,7 +93,8 @@ class KeptByScript:
         """The phase that this rank's script has announced for the step that comes next."""
 
     def add(self, first: Mapping[str, Any]) -> KeptValues:
-        """Keep more values from now on. first: used where the checkpoint has none. See `Guard.keep`."""
+        """Keep more values from now on. first: used where the checkpoint has none. See `Guard.keep`. Raises
+        StateRefused where an object refuses its state, as `load_state_dict` does."""
         for name in first:
             if name in self._first or name in self._objects:
                 raise UsageError(
@@ -173,7 +175,7 @@ class KeptByScript:
                 item.begin_anew()
         for name, item in objects.items():  # last: a generator may be kept by two names
             if name in self._restored:
-                item.load_state_dict(copy.deepcopy(self._restored[name]))
+                load_into(name, item, copy.deepcopy(self._restored[name]))
 
     def keep_generators(self, found: Mapping[str, Any]) -> None:
         """Keep random generators of the script from now on. In a run that goes on they are put back as its loop begins:

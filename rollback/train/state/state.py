@@ -1,6 +1,6 @@
 """The state of training: the live objects, as the image that a checkpoint keeps, and back."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
+from rollback.errors import CheckpointDamaged, UsageError
 from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
@@ -20,15 +20,19 @@ from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_
 from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, load_buffers, nonpersistent, not_kept
 from rollback.train.state.nonfinite import FiniteCheck
-from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
+from rollback.train.state.stateful import (
+    Stateful,
+    load_into,
+    load_optimizer,
+    require_same_groups,
+    require_same_order,
+    require_same_parameters,
+    tensors_of_state,
+)
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.learning_rate import RateReader
 from rollback.train.updates.model_switches import ModelSwitches
 from rollback.train.updates.wrappers import unwrap
-
-_SHOWN = 6
-_CARRIED_OUT = "a rollback that was under way is carried out by the same command"
-_AT_FIRST = f"from the first start of a run on; {_CARRIED_OUT}"
 
 
 @dataclass
@@ -285,9 +289,9 @@ class TrainingState:
         """
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
-        _require_same_parameters(shared["model"], self.model)
-        _require_same_order(shared.get("trained", []), self.trained_names())  # checkpoints had none once
-        _require_same_groups(shared["optimizer"], self.optimizer)
+        require_same_parameters(shared["model"], self.model)
+        require_same_order(shared.get("trained", []), self.trained_names())  # checkpoints had none once
+        require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
         objects = module_buffers.join_own_buffers(shared["objects"], local.get("object_buffers", {}))  # once shared
         stored = {owner: {} for owner in self.modules} | local.get("nonpersistent_buffers", {})  # once there were none
@@ -349,45 +353,6 @@ class TrainingState:
         """Restore the random states of the last `load`, and of the generators that the script has had kept."""
         rng.restore(self._random)
         self.kept.restore_generators()
-
-
-def _require_same_order(stored: Sequence[str | None], present: Sequence[str | None]) -> None:
-    """Raise RunDoesNotFit where the optimizer has the parameters of the checkpoint in another order: it knows their
-    states by their numbers, so each would get that of another one."""
-    each = zip(stored, present, strict=False)
-    if len(stored) == len(present) and (other := [(a, b) for a, b in each if a and b and a != b]):
-        then, now = other[0]
-        raise RunDoesNotFit(
-            f"the optimizer has its parameters in another order than in the checkpoint: {now!r} in the place of "
-            f"{then!r}. Its groups were put into another order, in the script or in mid-run",
-            hint=f"make the optimizer with its groups in one order, and leave it so; {_CARRIED_OUT}",
-        )
-
-
-def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise RunDoesNotFit where the optimizer has other parameter groups than the checkpoint."""
-    then, now = (
-        [len(group["params"]) for group in groups] for groups in (stored["param_groups"], optimizer.param_groups)
-    )
-    if then != now:
-        early = "make the optimizer with all its groups before the guard is made (lr=0 for one whose time comes later)"
-        raise RunDoesNotFit(
-            f"the checkpoint's optimizer has {then} parameters in its groups, this job's has {now}: a group was added "
-            "in mid-run (add_param_group)",
-            hint=early + ("; then the same command goes on" if len(then) > len(now) else f", {_AT_FIRST}"),
-        )
-
-
-def _require_same_parameters(stored: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise RunDoesNotFit where the model has got more parameters since the checkpoint. Where it has fewer, it refuses
-    the state itself."""
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if more := sorted(own & model.state_dict().keys() - stored.keys()):
-        raise RunDoesNotFit(
-            f"the checkpoint's model lacks parameters of this one: {', '.join(more[:_SHOWN])}. A module was added or "
-            "changed in mid-run, as by pruning",
-            hint=f"give the model all its parameters before the guard is made, {_AT_FIRST}",
-        )
 
 
 def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:

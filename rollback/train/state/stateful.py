@@ -1,20 +1,22 @@
-"""Objects that the guard keeps: what they must have, how a state is loaded into one, and a state that one cannot
-load."""
+"""Objects that the guard keeps: what they must have, how a state is loaded into one, and a state that one cannot load:
+of another object, or of a model or optimizer that was put together otherwise."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rollback.errors import RollbackError, StateRefused
+from rollback.errors import RollbackError, RunDoesNotFit, StateRefused
 from rollback.rundir.failures import class_of_exception, qualified_name, text_of
 from rollback.train.sharded import is_sharded
 from rollback.wording import first_few
 
 _SHOWN = 6
+_CARRIED_OUT = "a rollback that was under way is carried out by the same command"
+_AT_FIRST = f"from the first start of a run on; {_CARRIED_OUT}"
 
 
 @runtime_checkable
@@ -25,7 +27,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def load_into(name: str, item: Stateful, state: dict[str, Any]) -> None:
+def load_into(name: str, item: Stateful, state: Any) -> None:
     """Load a stored state into an object. Raises StateRefused where its `load_state_dict` raises, but for errors of
     memory, hardware and peers, which say nothing of the state."""
     try:
@@ -36,10 +38,11 @@ def load_into(name: str, item: Stateful, state: dict[str, Any]) -> None:
         kind = qualified_name(type(error))
         if class_of_exception(kind, text_of(error)) != "exception":
             raise
+        what = f"has {first_few([*map(repr, state)], _SHOWN)}" if isinstance(state, Mapping) else f"is {state!r:.60}"
         raise StateRefused(
             f"the {type(item).__name__} {name!r} did not load the state that the checkpoint has by this name: its "
-            f"load_state_dict raised {kind}: {text_of(error)}. That state has "
-            f"{first_few([*map(repr, state)], _SHOWN)}: it may be of an object of another kind",
+            f"load_state_dict raised {kind}: {text_of(error)}. That state {what}: it may be of an object of another "
+            "kind",
             hint=f"make {name!r} as the run made it, or start this job with its own run directory (--run DIR)",
         ) from error
 
@@ -137,3 +140,42 @@ def tensors_of_state(optimizer: object) -> list[Tensor]:
     found = getattr(optimizer, "state", None)
     states = found.values() if isinstance(found, dict) else ()
     return [item for state in states if isinstance(state, dict) for item in state.values() if isinstance(item, Tensor)]
+
+
+def require_same_order(stored: Sequence[str | None], present: Sequence[str | None]) -> None:
+    """Raise RunDoesNotFit where the optimizer has the parameters of the checkpoint in another order: it knows their
+    states by their numbers, so each would get that of another one."""
+    each = zip(stored, present, strict=False)
+    if len(stored) == len(present) and (other := [(a, b) for a, b in each if a and b and a != b]):
+        then, now = other[0]
+        raise RunDoesNotFit(
+            f"the optimizer has its parameters in another order than in the checkpoint: {now!r} in the place of "
+            f"{then!r}. Its groups were put into another order, in the script or in mid-run",
+            hint=f"make the optimizer with its groups in one order, and leave it so; {_CARRIED_OUT}",
+        )
+
+
+def require_same_groups(stored: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise RunDoesNotFit where the optimizer has other parameter groups than the checkpoint."""
+    then, now = (
+        [len(group["params"]) for group in groups] for groups in (stored["param_groups"], optimizer.param_groups)
+    )
+    if then != now:
+        early = "make the optimizer with all its groups before the guard is made (lr=0 for one whose time comes later)"
+        raise RunDoesNotFit(
+            f"the checkpoint's optimizer has {then} parameters in its groups, this job's has {now}: a group was added "
+            "in mid-run (add_param_group)",
+            hint=early + ("; then the same command goes on" if len(then) > len(now) else f", {_AT_FIRST}"),
+        )
+
+
+def require_same_parameters(stored: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise RunDoesNotFit where the model has got more parameters since the checkpoint. Where it has fewer, it refuses
+    the state itself."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if more := sorted(own & model.state_dict().keys() - stored.keys()):
+        raise RunDoesNotFit(
+            f"the checkpoint's model lacks parameters of this one: {', '.join(more[:_SHOWN])}. A module was added or "
+            "changed in mid-run, as by pruning",
+            hint=f"give the model all its parameters before the guard is made, {_AT_FIRST}",
+        )

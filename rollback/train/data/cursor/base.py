@@ -81,6 +81,8 @@ class Cursor(ABC):
     """Whether `leave_out` works."""
     has_epochs: ClassVar[bool] = True
     """Whether the data have epochs; False for a stream without an end."""
+    reads_ahead: ClassVar[bool] = False
+    """Whether `at_end` has to read a batch to know. Ranks may then get different answers."""
 
     def __init__(self, *told_epochs: Any) -> None:
         """told_epochs: objects in which parts with a `set_epoch` are looked for."""
@@ -140,11 +142,6 @@ class Cursor(ABC):
         return self._move_on(self._pass_over)
 
     @property
-    def reads_ahead(self) -> bool:
-        """Whether `at_end` has to read a batch to know. Ranks may then get different answers."""
-        return False
-
-    @property
     def epoch_batches(self) -> int | None:
         """Number of batches of the open epoch, else of the one before; None if it is not known beforehand."""
         if self._counted is None or (self.opened and self._counted[0] != self.epoch):
@@ -197,8 +194,9 @@ class Cursor(ABC):
         the data are not map-style.
         """
 
-    def indices(self) -> Indices:
-        """Dataset indices of the batch last returned by `next`; None if the loader has none."""
+    def indices(self, *, reading: bool = False) -> Indices:
+        """Dataset indices of the batch last returned by `next`; with `reading`, of the batch that it failed to read.
+        None if the loader has none."""
         return None
 
     def opening_digest(self) -> int:
@@ -226,10 +224,6 @@ class Cursor(ABC):
     def remarks(self) -> Iterable[tuple[str, str]]:
         """What the user should know about this loader: pairs of a code and a sentence."""
         return ()
-
-    def in_hand(self, reading: bool) -> Indices:
-        """Dataset indices of the batch last returned by `next`; with `reading`, of the batch that it failed to read."""
-        return None if reading else self.indices()
 
     def unreadable(self, samples: Sequence[int]) -> list[int]:
         """Those of `samples` that raise when read again one by one; empty if that cannot be tried."""

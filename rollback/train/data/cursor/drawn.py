@@ -94,6 +94,8 @@ class DrawnCursor(Cursor):
         try:
             with self._stream:
                 data = self._draw()
+        except StopIteration:
+            raise
         except Exception:
             self._note_failure()
             raise

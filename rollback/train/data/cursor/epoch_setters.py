@@ -80,10 +80,9 @@ def _takes_part(thing: Any) -> bool:
 
 def _epoch_attribute(thing: Any) -> str | None:
     """The attribute that holds the argument of `set_epoch`: `epoch`, else the only integer with "epoch" in it."""
-    names = [name for name in getattr(thing, "__dict__", {}) if "epoch" in name.lower()]
-    for candidates in (["epoch"], ["_epoch"], names if len(names) == 1 else []):
-        for name in candidates:
-            value = getattr(thing, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return name
+    names: list[str] = [name for name in getattr(thing, "__dict__", {}) if "epoch" in name.lower()]
+    for name in ["epoch", "_epoch", *names] if len(names) == 1 else ["epoch", "_epoch"]:
+        value = getattr(thing, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return name
     return None

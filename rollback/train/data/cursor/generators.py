@@ -237,20 +237,19 @@ class KeptGenerator:
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
-        self._one = Generators(generator)
         self._packed: tuple[Any, dict[str, Any]] = None, {}
         self._first = self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Asked for at every step, and mostly it is as before: many generators have drawn what there was to draw."""
-        (state,) = self._one.states()
+        state = _state(self.generator)
         before, packed = self._packed
         if not _are_same(state, before):
             self._packed = state, (packed := {"state": _packed(state)})
         return packed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._one.restore([_unpacked(state["state"])])
+        _restore(self.generator, _unpacked(state["state"]))
 
     def begin_anew(self) -> None:
         """As it was when this was made."""

@@ -35,6 +35,7 @@ class InOrderCursor(Cursor):
     from a stream that is split off, and the random states of the process remain the model's.
     """
 
+    reads_ahead = True
     tells_length: ClassVar[bool] = False
     """Whether the loader's length, if it has one, is the number of batches of an epoch."""
 
@@ -47,10 +48,6 @@ class InOrderCursor(Cursor):
         self.generators = Generators(loader)
         self._iterator: Iterator[Any] | None = None
         self._ahead: _ReadAhead | None = None
-
-    @property
-    def reads_ahead(self) -> bool:
-        return True
 
     @property
     def at_end(self) -> bool:

@@ -32,7 +32,6 @@ from rollback.train.data.cursor.generators import Generators
 from rollback.train.data.cursor.loader_clone import clone_of
 from rollback.train.data.cursor.order import BatchOrder, OneSize, gives_all, order_of, order_of_share, share_of
 from rollback.train.data.cursor.quarantine import Replacements, unreadable
-from rollback.train.data.rng import RawRandom, tree_of
 from rollback.train.data.workers import shut_down
 
 _COMPARED = 16
@@ -60,7 +59,7 @@ class MapStyleCursor(Cursor):
         self._unfit: RunDoesNotFit | None = None
         """What is wrong with the position, if `set_epoch` or another `batch_size` may still put it right."""
         self._owed: list[Any] = []  # states of generators that the first read of this process is yet to make
-        self._random = RawRandom()
+        self._random = rng.RawRandom()
         self._feed = IndexFeed()
         self._clone: DataLoader[Any] | None = None
         self._clone_epoch = 0
@@ -69,8 +68,13 @@ class MapStyleCursor(Cursor):
         self._order_from, self._size = self._what_orders_it(), OneSize(self._index_sampler)
         """What the open epoch's order was made from."""
 
-    def indices(self) -> Indices:
-        return self._indices
+    def indices(self, *, reading: bool = False) -> Indices:
+        if not reading:
+            return self._indices
+        return as_indices(self._feed.peek()) if self._is_before_a_batch() else None
+
+    def _is_before_a_batch(self) -> bool:
+        return self.opened and self._unfit is None and not self._feed.is_over()
 
     def order_digest(self) -> int | None:
         return self._feed.last.digest if self._feed.last is not None else None
@@ -78,12 +82,6 @@ class MapStyleCursor(Cursor):
     @property
     def at_end(self) -> bool:
         return self.opened and self._unfit is None and self._feed.is_over()
-
-    def in_hand(self, reading: bool) -> Indices:
-        try:
-            return as_indices(self._feed.peek()) if reading else self._indices
-        except StopIteration:
-            return None
 
     def unreadable(self, samples: Sequence[int]) -> list[int]:
         return unreadable(self._loader.dataset, samples)
@@ -166,8 +164,7 @@ class MapStyleCursor(Cursor):
         return self._in_data
 
     def of_next(self) -> dict[str, Any]:
-        there = self.opened and self._unfit is None and not self._feed.is_over()
-        return {"next_indices": self._feed.drawn().hex_digest if there else None}
+        return {"next_indices": self._feed.drawn().hex_digest if self._is_before_a_batch() else None}
 
     def _end_epoch(self) -> None:
         super()._end_epoch()
@@ -205,7 +202,7 @@ class MapStyleCursor(Cursor):
         """The next read begins at the position again. before: the random states that it draws from."""
         self._reader = None
         if before is not None:  # no workers draw
-            rng.restore(tree_of(*before[0]))
+            rng.restore(rng.tree_of(*before[0]))
             self._random.forget()
             self._of_reading().restore(before[1])
 

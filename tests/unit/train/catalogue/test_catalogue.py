@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import manifest_of
-from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.shard import Written
 from rollback.policy import PolicyCheckpoint
 from rollback.train.catalogue.catalogue import Catalogue, CatalogueEntry
 from rollback.train.run import CheckpointAtStart
@@ -95,6 +96,18 @@ def test_what_leaves_the_fast_tier_as_good_may_be_gone_back_to_where_the_ring_ha
     catalogue.consult([names[0], names[2]])
     assert [(point.name, point.good) for point in catalogue.as_held()] == [(names[0], True), (names[1], True)]
     assert catalogue.judge(True, None) == [], "what was good need not become so"
+
+
+def test_of_what_has_left_the_fast_tier_there_is_not_a_line_for_each_rank() -> None:
+    """A thousand ranks have 700 kB of them for each checkpoint, and a long run has thousands of those."""
+    shards = tuple(ShardRecord.of(rank, Written(8, 32 * "0")) for rank in range(2))
+    manifest = manifest_of(1, 10).model_copy(update={"shards": shards})
+    catalogue = Catalogue(PROBATION, [CheckpointAtStart(manifest, good=True, slot=0)])
+    catalogue.leave(manifest.name)
+    catalogue.consult([manifest.name])
+    (held,) = catalogue.as_held()
+    assert (held.name, held.step, held.batch) == (manifest.name, manifest.step, manifest.batch)
+    assert catalogue.manifest(manifest.name) == manifest.model_copy(update={"shards": ()})
 
 
 def test_what_is_neither_in_the_ring_nor_in_a_slot_cannot_be_gone_back_to() -> None:

@@ -136,6 +136,17 @@ def test_a_rank_that_was_there_goes_on_drawing_and_a_new_one_draws_its_own() -> 
     assert draws() == seen[1]
 
 
+def test_a_new_rank_has_states_of_its_own_also_where_the_gpu_of_the_run_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    of_gpu = {**rng.capture(cuda=False), "cuda": [torch.zeros(16, dtype=torch.uint8)], "device": 0}
+    rng.restore(rng.derived(of_gpu, "rank 1"))
+    drawn = draws()
+    rng.restore(rng.derived({**of_gpu, "cuda": []}, "rank 1"))
+    assert draws() == drawn
+
+
 def test_data_workers_of_a_new_rank_have_seeds_of_their_own() -> None:
     def with_workers(rank: int, ranks: int, persistent: bool) -> Cursor:
         data = Numbers(64, noise=True)

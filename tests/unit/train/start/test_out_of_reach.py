@@ -17,8 +17,11 @@ from rollback.facts.training import BecameGood, Committed, Drained, Fact, Journa
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.train.catalogue import draining
+from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.catalogue.draining import only_at_url
 from rollback.train.comm.ranks import Ranks
+from rollback.train.restore.restore import RestoreOutcome
+from rollback.train.start import attach
 from rollback.train.start.attach import _restore_newest
 from rollback.train.start.found_run import FoundRun
 
@@ -79,6 +82,46 @@ def test_an_older_checkpoint_in_the_run_directory_is_not_gone_on_from_where_the_
     _, unknown = only_at_url(paths, Settings(ring=URL), history, here)
     with pytest.raises(CheckpointOutOfReach, match="the newest checkpoint is in the ring"):
         _restore_newest(paths, found_run(history, here, unknown), STATE, Ranks(), URL)
+
+
+def unreached(name: str, *_: Any) -> RestoreOutcome:
+    """The one checkpoint that is only at the URL does not come, and others are here."""
+    place = CheckpointPlace(Path(name), RunPaths(Path()))
+    if name == NAME:
+        return RestoreOutcome(faults=[(place, CheckpointOutOfReach("nothing came for 120 s"))])
+    return RestoreOutcome(place)
+
+
+def test_a_download_that_breaks_off_condemns_no_checkpoint_and_an_older_one_does_not_stand_in_for_it(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "restore", unreached)
+    found = found_run(history_of(committed(0, 5), committed(1, 10)), [manifest_of(0, 5)], None)
+    found.at_url.append(manifest_of(1, 10))
+    with pytest.raises(CheckpointOutOfReach, match="nothing came") as refused:
+        _restore_newest(paths, found, STATE, Ranks(), URL)
+    assert refused.value.exit_code == ExitCode.RESUMABLE
+    assert found.damaged == {}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_where_the_planned_checkpoint_does_not_come_an_older_good_one_serves_and_it_stays_in_the_ring(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setattr(attach, "restore", unreached)
+    good = [BecameGood(checkpoint=CheckpointName.of(0, 5), step=5), BecameGood(checkpoint=NAME, step=10)]
+    back = rollback_plan(1, NAME, 10, (11, 20))
+    here = [manifest_of(0, 5)] if is_there else []
+    found = found_run(history_of(committed(0, 5), committed(1, 10), *good, incident(1, 11, 11), back), here, None)
+    found.at_url.append(manifest_of(1, 10))
+    if is_there:
+        restored = _restore_newest(paths, found, STATE, Ranks(), URL)
+        assert restored is not None
+        assert restored[0] == here[0]
+    else:
+        with pytest.raises(CheckpointOutOfReach, match="nothing came"):
+            _restore_newest(paths, found, STATE, Ranks(), URL)
+    assert found.damaged == {}, "what is in here is journalled as quarantined"
 
 
 def test_what_a_rollback_has_cut_off_is_not_asked_for_at_the_url(

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.errors import UsageError
+from rollback.errors import StateRefused, UsageError
 from rollback.train.state import tree
 from rollback.train.state.kept_values import KeptByScript
 
@@ -98,6 +98,26 @@ def test_an_object_whose_state_is_nested_too_deep_is_refused_for_that() -> None:
         KeptByScript().add({"tree": Tree()})
     with pytest.raises(UsageError, match=r"'shared/objects/tree' .* nested too deep"):
         tree.encode({"model": {}, "objects": {"ema": {}, "tree": {"root": nest}}}, "shared", {})
+
+
+@pytest.mark.parametrize(("state", "told"), [({"seen": 3}, "has 'seen'"), ([1, 2], r"is \[1, 2\]")])
+def test_an_object_that_does_not_load_what_was_kept_by_its_name_is_named(state: Any, told: str) -> None:
+    """Raised on one rank it is raised on all, which no other error is."""
+
+    class Counts:
+        def state_dict(self) -> Any:
+            return state
+
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("count")
+
+    script, resumed = KeptByScript(), KeptByScript()
+    script.add({"counts": Counts()})
+    with pytest.raises(StateRefused, match=f"the Counts 'counts' did not load .* KeyError: 'count'. That state {told}"):
+        script.load_state_dict({"counts": state})
+    resumed.load_state_dict({"counts": state})
+    with pytest.raises(StateRefused, match="the Counts 'counts' did not load"):
+        resumed.add({"counts": Counts()})
 
 
 class Phase(enum.IntEnum):

@@ -341,6 +341,18 @@ def test_an_iterator_without_batches_is_just_empty() -> None:
         cursor.next()
 
 
+def test_a_generator_that_has_come_to_its_end_is_empty_from_then_on() -> None:
+    """It has raised nothing: a script with more epochs goes on, and without a guard it has no further batch either."""
+    cursor = cursor_for(random.random() for _ in range(4))  # two are drawn to be compared
+    cursor.open_epoch()
+    assert [type(cursor.next()) for _ in range(2)] == [float] * 2
+    for epoch in (1, 2):
+        with pytest.raises(StopIteration):
+            cursor.next()
+        assert (cursor.epoch, cursor.batch) == (epoch, 2)
+        cursor.open_epoch()
+
+
 class Once:
     """Gives the same half-used iterator each time."""
 

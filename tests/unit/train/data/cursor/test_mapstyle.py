@@ -578,6 +578,20 @@ def test_another_order_than_before_is_refused() -> None:
         other.load_state_dict(state)
 
 
+def test_where_another_order_is_refused_at_the_next_batch_no_sample_is_named_for_it() -> None:
+    """The failure record asks, also where no other order was ever begun: the order may still be put right by then."""
+    cursor = cursor_for(make_loader("shuffled"))
+    cursor.open_epoch()
+    skip_to_the_end(cursor)
+    cursor.open_epoch()
+    cursor.next()
+    other = cursor_for(make_loader("shuffled", Numbers(LENGTH + 1)))
+    other.load_state_dict(cursor.state_dict())
+    with pytest.raises(RunDoesNotFit, match="other indices"):
+        other.next()
+    assert other.indices(reading=True) is None
+
+
 def test_a_loader_with_another_generator_than_before_is_refused() -> None:
     cursor = cursor_for(make_loader("shuffled by a generator"))
     cursor.open_epoch()
