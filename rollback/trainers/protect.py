@@ -5,8 +5,8 @@ import importlib.metadata
 import re
 from typing import Any
 
-from rollback.errors import RollbackError, UsageError
-from rollback.train.start import attach
+from rollback.errors import UsageError
+from rollback.trainers.guarded_trainer import refusing
 
 _KNOWN = {
     ("transformers.trainer", "Trainer"): ("huggingface.trainer", "transformers", "accelerate"),
@@ -41,11 +41,8 @@ def protect(*given: Any, **settings: Any) -> Any:
     is not supported, and for what its loop is set to do and a guard cannot go along with; what `Guard` raises besides.
     Nothing has been changed then.
     """
-    try:
-        module = module_of(given)
-        return module.protect(*given, **settings)
-    except RollbackError as error:
-        attach.refuse(error)
+    with refusing():
+        return module_of(given).protect(*given, **settings)
 
 
 def protect_once(trainer: Any, entry: str) -> Any:

@@ -124,6 +124,12 @@ def with_two_loaders() -> None:
     rollback.protect(accelerator, model, optimizer, loader, accelerator.prepare(DataLoader(DATA)))
 
 
+def with_a_scheduler_by_its_name() -> None:
+    accelerator, model, optimizer, loader = prepared()
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
+    rollback.protect(accelerator, model, optimizer, loader, scheduler=scheduler)
+
+
 def without_prepare() -> None:
     accelerator, model, _, loader = prepared()
     rollback.protect(accelerator, model, torch.optim.SGD(model.parameters(), 0.1), loader)
@@ -166,6 +172,8 @@ CASES: dict[str, Callable[[], object]] = {
     "behind train": behind_train,
     "twice": twice,
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
+    "what the Trainer has by its name": lambda: rollback.protect(trainer(), max_steps=4).train(),
+    "a scheduler by its name": with_a_scheduler_by_its_name,
     "the dispatcher": lambda: rollback.protect(*prepared(dispatch=True)),
     "the Trainer with the dispatcher": lambda: protected(accelerator_config={"dispatch_batches": True}).train(),
     "a stream, as it is by default": lambda: rollback.protect(*prepared(Stream(), dispatch=None)),

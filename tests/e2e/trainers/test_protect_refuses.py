@@ -28,6 +28,8 @@ REFUSED = {
     "behind train": ("4 steps already, unprotected", "before trainer.train()"),
     "twice": ("before", "call it once"),
     "no setting": ("polcy", "policy"),
+    "what the Trainer has by its name": ("got max_steps=", "a Trainer has it"),
+    "a scheduler by its name": ("got scheduler=", "without a name"),
     "the dispatcher": ("DataLoaderDispatcher", "dispatch_batches=False"),
     "the Trainer with the dispatcher": ("DataLoaderDispatcher", "accelerator_config"),
     "a stream, as it is by default": ("DataLoaderDispatcher", "dispatch_batches=False"),
