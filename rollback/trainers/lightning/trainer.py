@@ -94,8 +94,10 @@ class _GuardedFit(GuardedTrainer):
         since the guard may still refuse this job."""
         began = os.path.lexists(attach.run_paths(self._settings.get("run")).identity)
         goes_on = began or int(os.environ.get(ENV_ATTEMPT, "1")) > 1  # an attempt may have died before its guard
+        if "setup" in self._originals:  # this fit was called before, and came to no training
+            return
         saving = (item for item in self._trainer.callbacks if _saves_config(item))
-        if (callback := next(saving, None)) is None or callback.overwrite:
+        if (callback := next(saving, None)) is None or callback.overwrite or not callback.save_to_log_dir:
             return
 
         def setup(trainer: Any, *given: Any, **others: Any) -> None:
