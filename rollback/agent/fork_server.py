@@ -265,7 +265,7 @@ def run_script(
 ) -> NoReturn:
     """Be what `python -u SCRIPT ARGUMENTS` would be from its first line on. read: makes code of the source of the file
     of that name. at_end: called behind the last line, and where the script leaves as if all were well."""
-    script = arguments[0]
+    script = os.path.join(os.getcwd(), arguments[0].removeprefix("./"))  # so Python names it, wherever it goes then
     sys.argv = arguments
     if not _IS_SAFE_PATH:
         sys.path[0] = str(Path(os.path.realpath(script)).parent)
@@ -277,7 +277,7 @@ def run_script(
     )  # fmt: skip
     sys.modules["__main__"] = main
     try:
-        with io.open_code(os.path.abspath(script)) as file:
+        with io.open_code(script) as file:
             code = read(file.read(), script)
         exec(code, main.__dict__)
     except SystemExit as left:
