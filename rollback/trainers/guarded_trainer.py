@@ -115,6 +115,20 @@ def refusing(*, status: int = 0) -> Iterator[None]:
         attach.refuse(error, status=status)
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, **instead: Any) -> Iterator[None]:
+    """Within it an object, or a module, has these in place of its own."""
+    own = vars(owner)
+    before = {name: own[name] for name in instead if name in own}  # else they are its class's
+    own.update(instead)
+    try:
+        yield
+    finally:
+        own.update(before)
+        for name in instead.keys() - before:
+            del own[name]
+
+
 def numbered(name: str, items: Iterable[Any]) -> dict[str, Any]:
     """Each by the name that a guard keeps it by: `scheduler`, `scheduler_2`."""
     return {f"{name}_{number}" if number > 1 else name: item for number, item in enumerate(items, 1)}

@@ -31,7 +31,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from rollback.errors import UsageError
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_trainer import GuardedTrainer, refusing, require_none_of
+from rollback.trainers.guarded_trainer import GuardedTrainer, refusing, replaced, require_none_of
 from rollback.trainers.huggingface.saves import FolderSaves
 from rollback.trainers.huggingface.state import LoopState
 from rollback.trainers.huggingface.trl import (
@@ -169,7 +169,9 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
             self._begin_epoch(epoch)
             ended = False
             while not ended and (self._drawn or not self.guard.interrupted):
-                with contextlib.suppress(_Moved), _without_skipped_batches():
+                # It finds its place by skipping batches; what it iterates here stands there already.
+                there = replaced(transformers.trainer, skip_first_batches=lambda loader, count: loader)
+                with contextlib.suppress(_Moved), there:
                     self._originals["_run_epoch"](**{**given, **self._place(epoch, given["steps_in_epoch"])})
                     ended = True
             if trainer.control.should_training_stop:
@@ -297,17 +299,6 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         elif control.should_epoch_stop:
             return
         self._draw()
-
-
-@contextlib.contextmanager
-def _without_skipped_batches() -> Iterator[None]:
-    """`_run_epoch` finds its place by `skip_first_batches`; what it iterates here stands there already."""
-    original = transformers.trainer.skip_first_batches
-    transformers.trainer.skip_first_batches = lambda loader, count: loader
-    try:
-        yield
-    finally:
-        transformers.trainer.skip_first_batches = original
 
 
 protect = _GuardedLoop.protect

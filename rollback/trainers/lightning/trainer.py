@@ -28,7 +28,7 @@ from rollback.environment import ENV_ATTEMPT
 from rollback.errors import UsageError
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing
+from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing, replaced
 from rollback.trainers.lightning.limited_loader import limited_loader
 from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
 from rollback.trainers.lightning.unsupported import refuse_unknown_callbacks, require_known, require_known_module
@@ -134,11 +134,8 @@ class _GuardedFit(GuardedTrainer):
                 )
             return self
 
-        module._select_data_fetcher = select  # type: ignore[attr-defined]
-        try:
+        with replaced(module, _select_data_fetcher=select):
             self._originals["setup_data"]()
-        finally:
-            module._select_data_fetcher = original  # type: ignore[attr-defined]
 
     def run(self) -> None:
         loop = self._loop
