@@ -15,6 +15,7 @@ states. What an import reads from the environment, it has read before the script
 scripts that rely on that. Modules (-m) and programs are started by torchrun as ever.
 """
 
+import builtins
 import contextlib
 import ctypes
 import gc
@@ -272,7 +273,7 @@ def run_script(
         _make_way_for(sys.path[0])
     main = types.ModuleType("__main__")
     main.__dict__.update(
-        __file__=script, __builtins__=__builtins__, __cached__=None, __annotations__={},
+        __file__=script, __builtins__=builtins, __cached__=None, __annotations__={},
         __loader__=SourceFileLoader("__main__", script),
     )  # fmt: skip
     sys.modules["__main__"] = main
