@@ -84,7 +84,10 @@ def module_of(given: tuple[Any, ...]) -> Any:
 def _require_version(library: str) -> None:
     """Raises UsageError, with both numbers, where the installed version is not one that is supported."""
     first, below = SUPPORTED[library]
-    installed = importlib.metadata.version(library)
+    try:
+        installed = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "none: it runs from a source tree of an unknown version"
     if not _numbers(first) <= _numbers(installed) < _numbers(below):
         raise UsageError(
             f"rollback.protect knows the loop of {library} {first} and later, below {below}; installed is {installed}",

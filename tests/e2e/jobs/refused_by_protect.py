@@ -82,6 +82,14 @@ def of_version(library: str, version: str) -> Callable[[], None]:
     return refused
 
 
+def of_a_source_tree() -> None:
+    """As torchtitan is mostly run; nothing tells Python of its version."""
+    given = trainer()
+    unknown = importlib.metadata.PackageNotFoundError("transformers")
+    with mock.patch.object(importlib.metadata, "version", side_effect=unknown):
+        rollback.protect(given)
+
+
 def with_completions(trained: Any, *, of_batches: int, updates_of: int) -> Any:
     """As TRL's GRPOTrainer has them."""
     trained._buffered_inputs, trained._step, trained.num_iterations = None, 0, 2
@@ -152,6 +160,7 @@ CASES: dict[str, Callable[[], object]] = {
     "nothing": rollback.protect,
     "an older transformers": of_version("transformers", "4.57.1"),
     "a newer transformers": of_version("transformers", "6.0.0"),
+    "a source tree": of_a_source_tree,
     "an older accelerate": of_version("accelerate", "0.34.2"),
     "resume_from_checkpoint": lambda: protected().train(resume_from_checkpoint="out/checkpoint-5"),
     "auto_find_batch_size": lambda: protected(auto_find_batch_size=True),

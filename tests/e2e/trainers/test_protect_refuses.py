@@ -12,6 +12,7 @@ REFUSED = {
     "nothing": ("got nothing", "an Accelerator and what its prepare() returned"),
     "an older transformers": ("transformers 5.3 and later, below 6; installed is 4.57.1", "pip install"),
     "a newer transformers": ("transformers 5.3 and later, below 6; installed is 6.0.0", "pip install"),
+    "a source tree": ("installed is none: it runs from a source tree", "pip install 'transformers>=5.3,<6'"),
     "an older accelerate": ("accelerate 1.3 and later, below 2; installed is 0.34.2", "pip install"),
     "resume_from_checkpoint": ("resume_from_checkpoint='out/checkpoint-5'", "leave it out"),
     "auto_find_batch_size": ("auto_find_batch_size=True", "gradient_accumulation_steps"),
