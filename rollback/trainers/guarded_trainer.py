@@ -129,6 +129,6 @@ def replaced(owner: Any, **instead: Any) -> Iterator[None]:
             del own[name]
 
 
-def numbered(name: str, items: Iterable[Any]) -> dict[str, Any]:
+def named(name: str, items: Iterable[Any]) -> dict[str, Any]:
     """Each by the name that a guard keeps it by: `scheduler`, `scheduler_2`."""
     return {f"{name}_{number}" if number > 1 else name: item for number, item in enumerate(items, 1)}

@@ -28,7 +28,7 @@ from rollback.environment import ENV_ATTEMPT
 from rollback.errors import UsageError
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing, replaced
+from rollback.trainers.guarded_trainer import GuardedTrainer, named, refusing, replaced
 from rollback.trainers.lightning.limited_loader import limited_loader
 from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
 from rollback.trainers.lightning.unsupported import refuse_unknown_callbacks, require_known, require_known_module
@@ -232,7 +232,7 @@ class _GuardedFit(GuardedTrainer):
                 "rollback.protect got a Trainer without an optimizer", hint="return one from configure_optimizers"
             )
         self._state.state_dict()  # refuses now what could not be kept later
-        others = numbered("scheduler", (config.scheduler for config in trainer.lr_scheduler_configs))
+        others = named("scheduler", (config.scheduler for config in trainer.lr_scheduler_configs))
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             others["scaler"] = scaler
         self._begin(

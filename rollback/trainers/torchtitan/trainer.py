@@ -22,7 +22,7 @@ from torchtitan.components.dataloader import DataloaderExhaustedError
 
 from rollback.errors import UsageError
 from rollback.train.sharded import local_of
-from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing, require_none_of
+from rollback.trainers.guarded_trainer import GuardedTrainer, named, refusing, require_none_of
 from rollback.trainers.torchtitan.state import (
     JoinedOptimizer,
     TrainState,
@@ -130,7 +130,7 @@ class _GuardedTraining(GuardedTrainer):
         make_rewindable(trainer.dataloader)
         self._begin(
             "training.steps={}", model=trainer.model_parts[0], optimizer=JoinedOptimizer(trainer.optimizers),
-            loader=trainer.dataloader, max_steps=config.training.steps, **numbered("scheduler", trainer.lr_schedulers),
+            loader=trainer.dataloader, max_steps=config.training.steps, **named("scheduler", trainer.lr_schedulers),
         )  # fmt: skip
         self.guard.keep(torchtitan=self._state)
 
