@@ -266,7 +266,9 @@ def run_script(
 ) -> NoReturn:
     """Be what `python -u SCRIPT ARGUMENTS` would be from its first line on. read: makes code of the source of the file
     of that name. at_end: called behind the last line, and where the script leaves as if all were well."""
-    script = os.path.join(os.getcwd(), arguments[0].removeprefix("./"))  # so Python names it, wherever it goes then
+    script = arguments[0]
+    if not os.path.isabs(script):  # so Python names it, wherever the script goes then
+        script = os.path.join(os.getcwd(), script.removeprefix("./"))
     sys.argv = arguments
     if not _IS_SAFE_PATH:
         sys.path[0] = str(Path(os.path.realpath(script)).parent)

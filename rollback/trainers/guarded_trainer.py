@@ -1,4 +1,4 @@
-"""A Trainer of a library under guard: methods of its objects, in whose place ours stand. What is alike."""
+"""A Trainer of a library under guard: methods of its objects, in whose place ours stand; what all of them refuse."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ class GuardedTrainer(ABC):
         self._owners: dict[str, Any] = {}
 
     @classmethod
-    def protect(cls, trainer: Any, **settings: Any) -> Any:
+    def protect(cls, trainer: Any, /, **settings: Any) -> Any:
         """Put a guard into the loop of a Trainer: `rollback.protect(trainer)`. Returns it."""
         if isinstance(getattr(getattr(trainer, cls.entry), "__self__", None), cls):
             raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
@@ -86,7 +86,7 @@ class GuardedTrainer(ABC):
                 setattr(owner, name, self._originals[name])
 
 
-def made_guard(settings: dict[str, Any], **objects: Any) -> Guard:
+def made_guard(settings: dict[str, Any], /, **objects: Any) -> Guard:
     """A guard of a library's objects, and of what `rollback.protect` was given besides. Raises UsageError where that
     has the name of one of them; what `Guard` raises besides."""
     if twice := sorted(objects.keys() & settings.keys()):
