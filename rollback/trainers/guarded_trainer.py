@@ -14,12 +14,10 @@ from rollback.wording import Calls
 
 class GuardedTrainer(ABC):
     """One training of one Trainer; each library has a class of its own. entry: the Trainer's method that trains. step:
-    where a script reads how many updates there were. require_known: raises UsageError for what a Trainer is set to do,
-    and a guard cannot go along with. guard: once the training is under way."""
+    where a script reads how many updates there were. guard: once the training is under way."""
 
     entry: ClassVar[str]
     step: ClassVar[str]
-    require_known: ClassVar[Callable[[Any], None]]
     guard: Guard
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
@@ -35,6 +33,11 @@ class GuardedTrainer(ABC):
         cls.require_known(trainer)
         cls(trainer, settings).install()
         return trainer
+
+    @staticmethod
+    @abstractmethod
+    def require_known(trainer: Any) -> None:
+        """Raises UsageError for what a Trainer is set to do, and a guard cannot go along with."""
 
     @abstractmethod
     def install(self) -> None:

@@ -40,7 +40,8 @@ _NONE = object()
 class _GuardedFit(GuardedTrainer):
     """One `fit` of one Trainer, and what its loop takes for the fetcher of its batches."""
 
-    entry, step, require_known = "fit", "trainer.global_step", staticmethod(require_known)
+    entry, step = "fit", "trainer.global_step"
+    require_known = staticmethod(require_known)
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
         super().__init__(trainer, settings)
