@@ -13,11 +13,11 @@ from rollback.wording import Calls
 
 
 class GuardedTrainer(ABC):
-    """One training of one Trainer; each library has a class of its own. entry: the Trainer's method that trains. step:
-    where a script reads how many updates there were. guard: once the training is under way."""
+    """One training of one Trainer; each library has a class of its own. entry: the Trainer's method that trains.
+    step_name: by which a script reads how many updates there were. guard: once the training is under way."""
 
     entry: ClassVar[str]
-    step: ClassVar[str]
+    step_name: ClassVar[str]
     guard: Guard
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class GuardedTrainer(ABC):
         self.guard = guard = made_guard(self._settings, **objects)
         guard.without_probes("the Trainer counts every batch as one of its own")
         guard.name_ends(*ends)
-        guard.name_calls(Calls("rollback.protect(trainer, ", self.step, keep=None))
+        guard.name_calls(Calls("rollback.protect(trainer, ", self.step_name, keep=None))
 
     def _require_first(self) -> None:
         if hasattr(self, "guard"):

@@ -74,7 +74,7 @@ def _require_known(trainer: Any) -> None:
 class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
     """One training of one Trainer, and the first of its callbacks."""
 
-    entry, step = "train", "trainer.state.global_step"
+    entry, step_name = "train", "trainer.state.global_step"
     require_known = staticmethod(_require_known)
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:

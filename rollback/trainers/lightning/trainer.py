@@ -40,7 +40,7 @@ _NONE = object()
 class _GuardedFit(GuardedTrainer):
     """One `fit` of one Trainer, and what its loop takes for the fetcher of its batches."""
 
-    entry, step = "fit", "trainer.global_step"
+    entry, step_name = "fit", "trainer.global_step"
     require_known = staticmethod(require_known)
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def _require_known(trainer: Any) -> None:
 class _GuardedTraining(GuardedTrainer):
     """One training of one Trainer, and the iterable of its batches."""
 
-    entry, step = "train", "trainer.step"
+    entry, step_name = "train", "trainer.step"
     require_known = staticmethod(_require_known)
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
