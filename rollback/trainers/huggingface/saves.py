@@ -23,7 +23,7 @@ from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _PARTS = "save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"
 """What `_save_checkpoint` calls on each rank, before it deletes folders of earlier steps for this one."""
-_BEST = "best_metric", "best_global_step", "best_model_checkpoint"
+BEST = "best_metric", "best_global_step", "best_model_checkpoint"
 """Of TrainerState."""
 
 
@@ -65,7 +65,7 @@ class FolderSaves:
     def skipping_failed_saves(self) -> Iterator[None]:
         """Around an evaluation and the saving of its model: the best model is one that there is a folder of."""
         state = self._trainer.state
-        best = {name: getattr(state, name) for name in _BEST}
+        best = {name: getattr(state, name) for name in BEST}
         try:
             yield
         except _NotSaved:

@@ -30,11 +30,12 @@ from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_trainer import GuardedTrainer, named, refusing, replaced
 from rollback.trainers.lightning.limited_loader import limited_loader
-from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
+from rollback.trainers.lightning.state import FitState, attributes_of_callbacks, is_of
 from rollback.trainers.lightning.unsupported import refuse_unknown_callbacks, require_known, require_known_module
 from rollback.trainers.saved_files import SavedFiles
 
 _NONE = object()
+_SAVING_CONFIG = "SaveConfigCallback", "pytorch.cli", "lightning.cli"
 
 
 class _GuardedFit(GuardedTrainer):
@@ -97,7 +98,7 @@ class _GuardedFit(GuardedTrainer):
         goes_on = began or int(os.environ.get(ENV_ATTEMPT, "1")) > 1  # an attempt may have died before its guard
         if "setup" in self._originals:  # this fit was called before, and came to no training
             return
-        saving = (item for item in self._trainer.callbacks if _saves_config(item))
+        saving = (item for item in self._trainer.callbacks if is_of(item, *_SAVING_CONFIG))
         if (callback := next(saving, None)) is None or callback.overwrite or not callback.save_to_log_dir:
             return
 
@@ -349,13 +350,6 @@ class _GuardedFit(GuardedTrainer):
 
     def teardown(self) -> None:
         pass
-
-
-def _saves_config(callback: Any) -> bool:
-    kinds = ((kind.__module__, kind.__name__) for kind in type(callback).__mro__)
-    return any(
-        name == "SaveConfigCallback" and module.endswith(("pytorch.cli", "lightning.cli")) for module, name in kinds
-    )
 
 
 def _count(progress: Any, current: int, total: int) -> None:
