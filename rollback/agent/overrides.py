@@ -107,7 +107,21 @@ def read_arguments(words: Sequence[str], run_id: str) -> Any:
         arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", run_id
         if arguments.local_addr is None and not _is_known(socket.getfqdn()):
             arguments.local_addr = "localhost"  # ranks that are to meet at an unknown name would wait for ever
+        _meet_at_once()
     return arguments
+
+
+def _meet_at_once() -> None:
+    """Without the up to 0.3 s by which torchrun keeps nodes apart that come to a rendezvous for the first time. Each of
+    our attempts does, and there is no other node."""
+    rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    delay = importlib.import_module("torch.distributed.elastic.rendezvous.utils")._delay
+
+    def delay_of_one_node(seconds: float | tuple[float, float]) -> None:
+        if not isinstance(seconds, tuple):  # its pace while it waits
+            delay(seconds)
+
+    rendezvous._delay = delay_of_one_node
 
 
 def _is_known(host: str) -> bool:

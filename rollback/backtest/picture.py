@@ -8,6 +8,10 @@ from rollback.backtest.replay import Replay
 from rollback.errors import UsageError
 from rollback.terminal.files import replacing
 
+_FARTHEST = 1e150
+"""Values are drawn as no further from zero than this: what matplotlib reckons with them is then no further than floats
+go."""
+
 
 def draw(replay: Replay, target: Path) -> None:
     """Write the picture; its format is what the name's ending says.
@@ -50,7 +54,8 @@ def draw(replay: Replay, target: Path) -> None:
 
 
 def _curve(axis, steps: list[int], values: list[float | None], label: str) -> None:  # type: ignore[no-untyped-def]
-    numbers = [value if value is not None and math.isfinite(value) else math.nan for value in values]
+    finite = [math.nan if value is None or not math.isfinite(value) else value for value in values]
+    numbers = [math.copysign(min(abs(value), _FARTHEST), value) for value in finite]
     axis.plot(steps, numbers, lw=0.7, color="tab:blue")
     positive = sorted(number for number in numbers if number > 0)
     whole = len(positive) == sum(not math.isnan(number) for number in numbers)

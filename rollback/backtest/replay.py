@@ -3,10 +3,10 @@
 The log goes on whatever is called: nothing is rewound, so the sentinel runs on over what a real run would have undone.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,21 @@ from rollback.backtest.columns import Columns, Overrides, find_columns, observat
 from rollback.backtest.table import read_table
 from rollback.checkpoints.retention import choose_evictions
 from rollback.config import FIRST_PACE, Settings
-from rollback.errors import UsageError
+from rollback.errors import RollbackError, UsageError
 from rollback.facts.training import Incident, Planned
 from rollback.rundir.paths import CheckpointName
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
 from rollback.sentinel.probe import OpenQuestion
+from rollback.system.cgroups import cores_here
 from rollback.system.files import size_of
 from rollback.system.lines import json_number
 
 SCHEMA = 1
 _WORTH_A_POOL = 4 << 20
 """Bytes of logs from which on starting processes pays."""
+_FOLLOWED = 1 << 14
+"""Checkpoints before a call that are taken, and thinned, one by one. Of those before them hardly one would be left, and
+a column that counts samples or tokens has billions of steps."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,16 @@ def replay(path: Path, overrides: Overrides, settings: Settings) -> Replay:
 def replay_all(paths: list[Path], overrides: Overrides, settings: Settings) -> Iterator[Replay | UsageError]:
     """The result for each log, or why there is none, in the order of the logs; over all processors where it pays."""
     work = partial(_replay_or_error, overrides=overrides, settings=settings)
-    processors = len(os.sched_getaffinity(0))
+    processors = cores_here()
     if processors > 1 and len(paths) > 1 and sum(map(size_of, paths)) > _WORTH_A_POOL:
-        with ProcessPoolExecutor(min(processors, len(paths))) as pool:
-            yield from pool.map(work, paths, chunksize=max(1, min(16, len(paths) // processors)))
+        try:
+            with ProcessPoolExecutor(min(processors, len(paths))) as pool:
+                yield from pool.map(work, paths, chunksize=max(1, min(16, len(paths) // processors)))
+        except BrokenProcessPool as error:
+            raise RollbackError(
+                "replaying logs: a process that does was killed, most likely for want of memory",
+                hint="replay fewer of them, or the largest ones by themselves",
+            ) from error
     else:
         yield from map(work, paths)
 
@@ -173,6 +183,7 @@ class _Ring:
 
     def at(self, step: int, last_detection: int) -> list[policy.PolicyCheckpoint]:
         """Those that are held when `step` is judged. Call it with rising steps. last_detection: the last one before."""
+        self._next += max(0, (step - self._next) // (self._every or 1) - _FOLLOWED) * self._every
         while self._next < step:
             self._held.append(CheckpointName.of(self._taken, self._next))
             good = [name for name in self._held if self._is_good(name, self._next, last_detection)]

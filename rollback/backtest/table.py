@@ -7,7 +7,6 @@ import csv
 import io
 import itertools
 import json
-import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,9 @@ def _from_npz(path: Path, content: bytearray) -> LogTable:
     try:
         with numpy.load(io.BytesIO(content), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        if others := [name for name, array in arrays.items() if not isinstance(array, numpy.ndarray)]:
+            raise ValueError(f"{others[0]} in it is no array")
+    except Exception as error:  # of zip files, which may be damaged in any way, encrypted, or a spreadsheet
         raise UsageError(f"{path} is no NumPy archive of plain numbers: {error}", hint=_SUPPORTED) from error
     flat = {name: array for name, array in arrays.items() if array.ndim == 1 and array.dtype.kind in "fiub"}
     if len({len(array) for array in flat.values()}) > 1:
@@ -110,9 +111,12 @@ def _from_csv(path: Path, text: str) -> LogTable:
     delimiter = max("\t,;", key=lines[0].count)
     rows = _separated(path, lines, delimiter) if lines[0].count(delimiter) else ([cell] for cell in lines)
     try:
-        return _named(path, [row for row in rows if any(cell.strip() for cell in row)])
+        filled = [row for row in rows if any(cell.strip() for cell in row)]
     except csv.Error as error:
         raise UsageError(f"{path} is not well-formed CSV: {error}", hint=_SUPPORTED) from error
+    if not filled:
+        raise UsageError(f"{path} is empty but for separators", hint=_SUPPORTED)
+    return _named(path, filled)
 
 
 def _separated(path: Path, lines: list[str], delimiter: str) -> Iterator[list[str]]:

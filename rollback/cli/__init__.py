@@ -13,12 +13,12 @@ from rollback.cli.adopt import adopt
 from rollback.cli.answers import answering
 from rollback.cli.audit import AUDIT_CODES, audit
 from rollback.cli.backtest import backtest
-from rollback.cli.command_line import LaunchCommand
 from rollback.cli.control import CONTROL_CODES, rewind, skip, stop
 from rollback.cli.doctor import DOCTOR_CODES, doctor
 from rollback.cli.drill import DRILL_CODES, drill
 from rollback.cli.launch import launch
-from rollback.cli.launch_options import LAUNCH_CONTEXT
+from rollback.cli.options.parameters import LAUNCH_CONTEXT
+from rollback.cli.options.spelling import LaunchCommand
 from rollback.cli.report import report
 from rollback.cli.ring import ring
 from rollback.cli.status import status

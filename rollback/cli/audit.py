@@ -55,7 +55,7 @@ def audit(
         from rollback.inspect.audit.verify import check_integrity, in_words
 
         found = check_integrity(run)
-        _write_answer(found, in_words, run, chosen, output)
+        _write_answer(found, lambda file: print(in_words(found), file=file), run, chosen, output)
         raise typer.Exit(found.exit_code)
     if samples:
         _write_suspects(run, chosen, output)
@@ -81,15 +81,8 @@ def _write_audit(run: Path, form: Format, output: Path | None, everything: bool)
     from rollback.terminal.escape import console_for
 
     audit = compile_audit(read_run_contents(run))
-
-    def write(file: TextIO) -> None:
-        if form == "json":
-            print(audit.to_json(), file=file)
-        else:
-            print_audit(console_for(file), audit, everything=everything)
-
     say_notices(audit.notices)
-    _write(run, output, write)
+    _write_answer(audit, lambda file: print_audit(console_for(file), audit, everything=everything), run, form, output)
 
 
 def _write_samples(run: Path, form: Format, output: Path | None) -> None:
@@ -115,15 +108,14 @@ def _write_suspects(run: Path, form: Format, output: Path | None) -> None:
     from rollback.inspect.audit.quarantine import in_words, read_sample_report
 
     report = read_sample_report(run)
-    _write_answer(report, in_words, run, form, output)
+    _write_answer(report, lambda file: print(in_words(report), file=file), run, form, output)
     say_notices(report.notices)
 
 
 def _write_answer(
-    answer: Answer, in_words: Callable[[Answer], str], run: Path, form: Format, output: Path | None
+    answer: Answer, print_text: Callable[[TextIO], None], run: Path, form: Format, output: Path | None
 ) -> None:
-    text = answer.to_json() if form == "json" else in_words(answer)
-    _write(run, output, lambda file: print(text, file=file))
+    _write(run, output, print_text if form == "text" else lambda file: print(answer.to_json(), file=file))
 
 
 def _write(run: Path, output: Path | None, write: Callable[[TextIO], None]) -> None:

@@ -2,7 +2,6 @@
 
 import json as json_format
 import shutil
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +60,5 @@ def backtest(
                 print(printable_lines(describe(result, shutil.get_terminal_size().columns)) + "\n")
         if plot is not None:
             draw(result, plot)
-    sys.stdout.flush()
     if failed:
         raise typer.Exit(ExitCode.USAGE)

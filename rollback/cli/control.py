@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollback.cli.answers import JsonOption, RunArgument, answering
-from rollback.cli.windows import parse_window
+from rollback.cli.options.values import parse_window
 from rollback.errors import UsageError
 from rollback.terminal.messages import say
 

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from rollback.cli.answers import JsonOption, show
-from rollback.cli.launch_options import GRACE
-from rollback.cli.windows import parse_size
+from rollback.cli.options.parameters import GRACE
+from rollback.cli.options.values import parse_size
 from rollback.supervisor.preflight import default_run, require_script
 from rollback.terminal.messages import say
 

@@ -7,8 +7,8 @@ from typing import Any
 import typer
 
 from rollback.cli.answers import answering, show
-from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declares, flag, parameter, switch
-from rollback.cli.settings import read_settings
+from rollback.cli.options.parameters import LAUNCH_PARAMETERS, as_arguments, declares, flag, parameter, switch
+from rollback.cli.options.settings import read_settings
 from rollback.config import Settings
 from rollback.errors import ExitCode, UsageError
 from rollback.supervisor.preflight import require_script
@@ -16,7 +16,7 @@ from rollback.supervisor.torchrun.flags import FLAGS, read_flags
 from rollback.terminal.messages import say
 
 _PANEL = "The drill"
-_RUN = ("arguments", "restart_budget", "grace", "hang_after", "torchrun_flag")
+_RUN = ("arguments", "restart_budget", "grace", "hang_after", "secret_args", "preload", "torchrun_flag")
 # Of launch's parameters those that a drill hands on. Others (the run directory, the trackers, the ring at a URL) are
 # the real run's, and so is a ring that the script names.
 _OF_THE_REAL_RING = {"ring", "checkpoint_every", "keep_durable"}

@@ -11,20 +11,19 @@ from typing import Any
 
 import typer
 
-from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, declares
-from rollback.cli.settings import hang_limits, read_settings, restart_budget_of
+from rollback.cli.options.parameters import GRACE, LAUNCH_PARAMETERS, declares
+from rollback.cli.options.settings import hang_limits, read_settings, restart_budget_of
 from rollback.config import option
 from rollback.errors import ExitCode, RollbackError, ScriptRefused
 from rollback.live.screen import Screen
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import ENV_SEAL, use
 from rollback.supervisor import preflight
-from rollback.supervisor.attempts import LaunchOptions
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import supervise
-from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.command import LaunchedJob, LaunchOptions
 from rollback.supervisor.torchrun.flags import FLAGS, read_flags
 from rollback.supervisor.torchrun.redaction import redacted
 from rollback.terminal.messages import line_for, say

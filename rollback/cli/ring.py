@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rollback.cli.answers import JsonOption, RunArgument, say_notices, show
-from rollback.cli.windows import parse_size
+from rollback.cli.options.values import parse_size
 from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.terminal.messages import say
 

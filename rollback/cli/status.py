@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.answers import JsonOption, RunArgument, say_notices, show
+from rollback.cli.answers import JsonOption, RunArgument, answering, say_notices, show
 from rollback.errors import UsageError
 from rollback.system.collector import no_collection
-from rollback.terminal.messages import say
 
 
 def status(
@@ -44,10 +43,8 @@ def _watch(run: Path, plain: bool) -> None:
 
     require_run_directory(run)
     console = None if plain else terminal(sys.stdout)
-    try:
+    with answering():
         if console is None:
             watch_lines(run, sys.stdout)
         else:
             watch_panel(run, console)
-    except OSError as error:
-        say(f"the terminal is gone ({error.strerror or error})")

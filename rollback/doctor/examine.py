@@ -7,11 +7,10 @@ from pathlib import Path
 
 from rollback.checkpoints.fast_tier.sizing import bytes_of_tier
 from rollback.checkpoints.fast_tier.slots import DEFAULT_BASE
-from rollback.checkpoints.tiers import base_of, fast_tier_of, locate
+from rollback.checkpoints.tiers import base_of, fast_tier_of, host_count, locate
 from rollback.config import Settings
 from rollback.doctor.findings import DoctorReport, Finding, fail
 from rollback.doctor.machine import (
-    cores,
     judge_cores,
     judge_python,
     look_at_clock,
@@ -23,6 +22,7 @@ from rollback.doctor.storage import judge_save, look_at_disk, look_at_fast_tier,
 from rollback.errors import RollbackError
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
+from rollback.system.cgroups import usable_cores
 
 
 def examine(
@@ -39,7 +39,7 @@ def examine(
     """Look at everything; takes some seconds. Writes to the disk and the ring, and removes it again. Never raises for
     what it finds: that becomes a finding.
 
-    run: the run's directory, which need not exist. state_bytes, ranks: where they are not given, those of that run.
+    run: the run's directory, which need not exist. state_bytes, ranks (of a host): where not given, that run's.
     base: of fast tiers (default: as for a launch). tell: takes what is looked at next.
     """
     paths = RunPaths(run)
@@ -47,7 +47,8 @@ def examine(
     here = None
     try:
         identity = read_identity(paths)
-        ranks = ranks or (identity.job.world_size if identity else None)
+        hosts = max(1, host_count(paths))
+        ranks = ranks or (-(-identity.job.world_size // hosts) if identity else None)
         if state_bytes is None and (found := locate(paths)):
             sizes = sorted(shard.size for shard in found[-1].manifest.shards)
             state_bytes = sum(sizes)
@@ -72,7 +73,7 @@ def examine(
         findings.append(about_ring)
         saves.append(judge_save(state_bytes, ring_rate, grace, "ring"))
     findings += [finding for finding in saves if finding is not None]
-    findings += [judge_cores(cores(), ranks), look_at_limits(), look_at_temporary_files(), look_at_clock()]
+    findings += [judge_cores(usable_cores(), ranks), look_at_limits(), look_at_temporary_files(), look_at_clock()]
     return DoctorReport(
         host=socket.gethostname(),
         run=str(run),

@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import os
 import re
 import resource
 import subprocess
@@ -11,7 +10,6 @@ import tempfile
 from typing import Any
 
 from rollback.doctor.findings import Finding, fail, ok, size, warn
-from rollback.system.cgroups import granted_cores
 
 _OLDEST_TORCH = (2, 10)
 _SOUND_FORK = {10: 15, 11: 10}
@@ -84,13 +82,6 @@ def judge_torch(told: dict[str, Any]) -> Finding:
         fix = "install a build with NCCL: gloo copies through the host"
         return warn("torch", f"{found}; GPUs, but no NCCL", fix)
     return ok("torch", found)
-
-
-def cores() -> float:
-    """Processors that this process may use: its affinity, and the container's quota."""
-    allowed = float(len(os.sched_getaffinity(0)))
-    granted = granted_cores()
-    return allowed if granted is None else min(allowed, granted)
 
 
 def judge_cores(count: float, ranks: int | None) -> Finding:

@@ -3,9 +3,9 @@
 A row passes where what the table of faults expects has happened. Its words say what was seen, not what was hoped for.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,10 @@ class DrillRow(ReportItem):
     batches_skipped: int | None = None
     seconds: float | None = Field(None, description="of the whole run")
     why: str | None = Field(None, description="why the row does not pass, or what to know of one that does")
+
+    def having(self, **changed: Any) -> "DrillRow":
+        """The same with these values in place of its own."""
+        return self.model_copy(update=changed)
 
 
 Difference = tuple[int, str]
@@ -106,12 +110,11 @@ def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Com
         never = (
             "the job did not get that far" if trial.audit is None else _NEVER_STRUCK.get(fault.name, "it never came")
         )
-        return row.model_copy(update={"why": f"it could not be made to happen: {never}{_unless_well(trial)}"})
-    row = row.model_copy(update={"struck": f"step {struck.step}: {struck.what}"})
+        return row.having(why=f"it could not be made to happen: {never}{_unless_well(trial)}")
+    row = row.having(struck=f"step {struck.step}: {struck.what}")
     if comparison is not None:
-        row = row.model_copy(update={"bitwise": comparison.bitwise, "differs": comparison.differs})
-    seen = _SEE[fault.expected](fault, trial, undisturbed)
-    row = row.model_copy(update={name: value for name, value in vars(seen).items() if value is not None})
+        row = row.having(bitwise=comparison.bitwise, differs=comparison.differs)
+    row = _SEE[fault.expected](row, fault, trial, undisturbed)
     why = row.why
     if why is None and comparison is not None and comparison.bitwise == "no":
         why = f"the end state is not that of an undisturbed run: {'; '.join(comparison.differs)}"
@@ -119,103 +122,82 @@ def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Com
     if why is None and not trial.ended_well and (fault.expected is not Expected.FOUND or trial.overdue):
         why = f"the run did not end well{_unless_well(trial)}"
     remark = why or (comparison.why if comparison else None)
-    return row.model_copy(update={"passed": why is None, "why": remark})
+    return row.having(passed=why is None, why=remark)
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What was seen of a fault: fields of its row, where it says something of them.
-
-    steps_replayed: where the record does not know: a killed rank takes its last second of metrics along. why: what
-    keeps the row from passing.
-    """
-
-    caught: str | None = None
-    caught_after_steps: int | None = None
-    caught_after_seconds: float | None = None
-    recovered: str | None = None
-    steps_replayed: int | None = None
-    why: str | None = None
-
-
-def _see_incident(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
-    struck = trial.injected[0]
+def _see_incident(row: DrillRow, fault: PlannedFault, trial: Trial, undisturbed: Trial) -> DrillRow:
     incident = _first_incident(trial)
-    seen = _Outcome()
     if incident is not None:
-        steps, seconds = incident.detection.step - struck.step, _seconds(struck.at, incident.at)
-        seen = _Outcome(f"{incident.rule}: {incident.explanation}", steps, seconds)
+        row = _caught(row, trial, f"{incident.rule}: {incident.explanation}", incident.detection.step, incident.at)
         if incident.restored is not None:
             back = f"back at step {incident.restored.step} in {incident.restored.seconds:.2f} s"
-            seen = replace(seen, recovered=back)
+            row = row.having(recovered=back)
     if not trial.told_a_loss:
-        return replace(seen, why=_NO_LOSS)
+        return row.having(why=_NO_LOSS)
     if incident is not None:
-        return seen if seen.recovered else replace(seen, why=f"nothing was restored{_unless_well(trial)}")
+        return row if row.recovered else row.having(why=f"nothing was restored{_unless_well(trial)}")
     if fault.expected is Expected.CAUGHT_OR_HARMLESS and (harmless := _harmless(trial, undisturbed)):
-        return _Outcome(recovered=f"left alone, rightly: {harmless}")
+        return row.having(recovered=f"left alone, rightly: {harmless}")
     traces = ", and the loss is not what it would have been" if trial.ended_well else _unless_well(trial)
-    return _Outcome(why=f"it was not noticed{traces}")
+    return row.having(why=f"it was not noticed{traces}")
 
 
-def _see_relaunch(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
-    struck = trial.injected[0]
+def _see_relaunch(row: DrillRow, fault: PlannedFault, trial: Trial, undisturbed: Trial) -> DrillRow:
     attempts = trial.attempts
     if trial.overdue and len(attempts) < 2:
-        return _Outcome(why=f"it was not noticed for {trial.seconds:.0f} s; the drill ended the run")
+        return row.having(why=f"it was not noticed for {trial.seconds:.0f} s; the drill ended the run")
     if len(attempts) < 2:
-        return _Outcome(why=f"there was no second attempt{_unless_well(trial)}")
+        return row.having(why=f"there was no second attempt{_unless_well(trial)}")
     first, second = attempts[0], attempts[1]
-    caught = first.cause or "the attempt ended without a word"
-    seen = _Outcome(caught=caught, caught_after_seconds=_seconds(struck.at, first.ended_at))
+    row = _caught(row, trial, first.cause or "the attempt ended without a word", None, first.ended_at)
     if second.begins is None:
-        return replace(seen, why=f"the second attempt did not begin to train{_unless_well(trial)}")
-    return replace(seen, recovered=_begins(second), steps_replayed=max(0, struck.step - second.begins.step))
+        return row.having(why=f"the second attempt did not begin to train{_unless_well(trial)}")
+    # The record may not know: a killed rank takes its last second of metrics along.
+    replayed = max(0, trial.injected[0].step - second.begins.step)
+    return row.having(recovered=_begins(second), steps_replayed=replayed)
 
 
-def _see_stop(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
-    struck = trial.injected[0]
+def _see_stop(row: DrillRow, fault: PlannedFault, trial: Trial, undisturbed: Trial) -> DrillRow:
     attempts = trial.attempts
     if trial.codes[0] != ExitCode.RESUMABLE:
-        return _Outcome(why=f"it exited with {trial.codes[0]} and not with 75{_unless_well(trial)}")
+        return row.having(why=f"it exited with {trial.codes[0]} and not with 75{_unless_well(trial)}")
     first = attempts[0]
-    reached = first.reached - struck.step if first.reached is not None else None
-    seen = _Outcome(f"stopped together at step {first.reached}, exit 75", reached, _seconds(struck.at, first.ended_at))
+    row = _caught(row, trial, f"stopped together at step {first.reached}, exit 75", first.reached, first.ended_at)
     if len(attempts) < 2 or attempts[1].begins is None:
-        return replace(seen, why=f"the next launch did not go on{_unless_well(trial)}")
-    return replace(seen, recovered=_begins(attempts[1]))
+        return row.having(why=f"the next launch did not go on{_unless_well(trial)}")
+    return row.having(recovered=_begins(attempts[1]))
 
 
-def _see_full_disk(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
-    struck, dropped = trial.injected[0], _first_dropped(trial)
+def _see_full_disk(row: DrillRow, fault: PlannedFault, trial: Trial, undisturbed: Trial) -> DrillRow:
+    dropped = _first_dropped(trial)
     if len(trial.attempts) > 1:
-        return _Outcome(why=f"the attempt did not survive it: {trial.attempts[0].cause}")
+        return row.having(why=f"the attempt did not survive it: {trial.attempts[0].cause}")
     if dropped is None or dropped.step is None:
-        return _Outcome(why=f"no checkpoint fell into the time when the disk was full{_unless_well(trial)}")
-    after, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)
-    seen = _Outcome(f"checkpoint of step {dropped.step} dropped: {dropped.reason}", after, seconds)
+        return row.having(why=f"no checkpoint fell into the time when the disk was full{_unless_well(trial)}")
+    words = f"checkpoint of step {dropped.step} dropped: {dropped.reason}"
+    row = _caught(row, trial, words, dropped.step, dropped.at)
     later = [e.step for e in trial.checkpoints if e.status != "dropped" and (e.step or 0) > dropped.step]
     if not later:
-        return replace(seen, why="no checkpoint was written once there was room again")
-    return replace(seen, recovered=f"training went on; the next checkpoint is that of step {later[0]}")
+        return row.having(why="no checkpoint was written once there was room again")
+    return row.having(recovered=f"training went on; the next checkpoint is that of step {later[0]}")
 
 
-def _see_drift(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
+def _see_drift(row: DrillRow, fault: PlannedFault, trial: Trial, undisturbed: Trial) -> DrillRow:
     if _first_incident(trial) is not None:
-        return _see_incident(fault, trial, undisturbed)
-    struck, dropped, attempts = trial.injected[0], _first_dropped(trial), trial.attempts
+        return _see_incident(row, fault, trial, undisturbed)
+    dropped, attempts = _first_dropped(trial), trial.attempts
     if dropped is not None and dropped.step is not None:
-        steps, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)
-        seen = _Outcome(f"checkpoint of step {dropped.step} not committed: {dropped.reason}", steps, seconds)
+        words = f"checkpoint of step {dropped.step} not committed: {dropped.reason}"
         sound = max((e.step or 0 for e in trial.checkpoints if e.status != "dropped"), default=0)
-        seen = replace(seen, recovered=f"no checkpoint has it; a start goes on from step {sound}")
+        row = _caught(row, trial, words, dropped.step, dropped.at)
+        row = row.having(recovered=f"no checkpoint has it; a start goes on from step {sound}")
     elif len(attempts) > 1:
-        seen = _Outcome(attempts[0].cause, None, _seconds(struck.at, attempts[0].ended_at))
+        row = _caught(row, trial, attempts[0].cause, None, attempts[0].ended_at)
     else:
-        return _Outcome(why="it was not noticed: that rank trains another model now, and says nothing")
+        return row.having(why="it was not noticed: that rank trains another model now, and says nothing")
     if len(attempts) > 1 and attempts[1].begins is not None:
-        seen = replace(seen, recovered=_begins(attempts[1]))
-    return seen
+        row = row.having(recovered=_begins(attempts[1]))
+    return row
 
 
 _SEE = {
@@ -247,6 +229,13 @@ def _harmless(trial: Trial, undisturbed: Trial) -> str | None:
     if apart > max(_HARMLESS * abs(theirs[0]), theirs[1]):
         return None
     return f"mean loss of the last {len(last)} updates {ours[0]:.4g}, undisturbed {theirs[0]:.4g}"
+
+
+def _caught(row: DrillRow, trial: Trial, by: str | None, step: int | None, at: str | None) -> DrillRow:
+    """The row of a fault that was noticed: by what, in which step (None: not known), and when."""
+    struck = trial.injected[0]
+    steps = None if step is None else step - struck.step
+    return row.having(caught=by, caught_after_steps=steps, caught_after_seconds=_seconds(struck.at, at))
 
 
 def _begins(attempt: AttemptEntry) -> str:

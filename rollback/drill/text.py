@@ -7,10 +7,11 @@ from rich.text import Text
 from rollback.drill.drill import DrillReport
 from rollback.drill.judge import DrillRow
 from rollback.terminal.escape import quoted
+from rollback.wording import counted
 
 
 def print_report(console: Console, report: DrillReport) -> None:
-    ranks = f"{report.ranks} rank{'s' if report.ranks != 1 else ''}"
+    ranks = counted(report.ranks, "rank")
     head = f"drill of {report.script}: {ranks}, {report.steps} updates a run, struck at update {report.strike}"
     console.print(quoted(head, style="bold"))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")

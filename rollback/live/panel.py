@@ -15,6 +15,7 @@ from rollback.rundir.metrics.metric_lines import Metric
 from rollback.terminal.curve import Curve, draw, extent
 from rollback.terminal.messages import printable
 from rollback.terminal.quantities import duration, number
+from rollback.wording import counted
 
 _STATES = {"running": "green", "starting": "yellow", "ended": "default", "died": "red", "unknown": "yellow"}
 _VERDICTS = {"healthy": "green", "watch": "yellow", "spike": "red", "nonfinite": "red"}
@@ -62,7 +63,7 @@ def _title(status: RunStatus, inner: int) -> Text:
 def _subtitle(status: RunStatus, seconds: float | None, inner: int) -> Text:
     parts = [f"attempt {status.attempt}"] if status.attempt else []
     if status.world_size and inner >= _WIDE - 4:
-        parts.append(f"{status.world_size} rank{'s' if status.world_size != 1 else ''}")
+        parts.append(counted(status.world_size, "rank"))
     if seconds is not None:
         parts.append(duration(seconds) if seconds >= 120 else f"{seconds:.0f} s")
     return Text(" · ".join(parts), style="dim")

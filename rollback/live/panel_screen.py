@@ -1,5 +1,6 @@
 """The audience of a launch on a terminal: the panel at the bottom, what is printed and said above it."""
 
+import codecs
 import os
 import re
 from collections.abc import Callable
@@ -33,6 +34,8 @@ class PanelScreen(Screen):
         self._view = View(root)
         self._out_is_terminal = os.isatty(1)
         self._unfinished: dict[Stream, str] = {"out": "", "err": ""}
+        decoder = codecs.getincrementaldecoder("utf-8")  # what a pipe gives may end within a character
+        self._decoders = {stream: decoder("replace") for stream in self._unfinished}
         self._canvas = Canvas(console)
         self._broken = False
 
@@ -44,7 +47,7 @@ class PanelScreen(Screen):
         if self._broken or (stream == "out" and not self._out_is_terminal):
             super()._write(stream, data)
             return
-        *lines, rest = (self._unfinished[stream] + data.decode(errors="replace")).split("\n")
+        *lines, rest = (self._unfinished[stream] + self._decoders[stream].decode(data)).split("\n")
         self._unfinished[stream] = rest[-_LONGEST:]
         if lines:
             self._guarded(lambda: self._canvas.print(Text("\n").join(map(above, lines))))

@@ -23,23 +23,23 @@ class View:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._reader = StatusReader(root)
+        self._reader, self._first = StatusReader(root), True
         self._metrics = MetricTail(RunPaths(root).metrics, _MEMORY)
         self._curves = Curves()
         self.status: RunStatus | None = None
         self.fault: RollbackError | None = None
         self.news: list[JournalEntry] = []
-        """What was journalled between the last two glances; nothing at the first, where all is old."""
+        """What was journalled between the last two glances; nothing at the first, where all is old, and at the first
+        behind a fault."""
 
     def refresh(self) -> RunStatus | None:
         """Look again. What cannot be read now leaves the last status in place, and its reason in `fault`."""
-        first = self.status is None
         try:
             self.status, self.fault = self._reader.read(), None
-            self.news = [] if first else self._reader.news
+            self.news, self._first = [] if self._first else self._reader.news, False
         except RollbackError as error:
             self.fault, self.news = error, []
-            self._reader = StatusReader(self._root)
+            self._reader, self._first = StatusReader(self._root), True
         for metric in self._metrics.new():
             self._curves.add(metric)
         return self.status

@@ -84,9 +84,12 @@ def standing(status: RunStatus) -> str:
 
 
 def _look(view: View) -> list[str]:
-    """Look again. Returns what has happened since, a line for each."""
+    """Look again. Returns what has happened since, a line for each; and why it cannot be told, when that begins."""
+    before = view.fault
     if view.refresh() is None and view.fault is not None:
         raise view.fault
+    if view.fault is not None and before is None:
+        return [f"what is shown is as it was last: {view.fault.message}"]
     return [f"{record.at[_TIME]}  {line}" for record in view.news if (line := line_of(record)) is not None]
 
 

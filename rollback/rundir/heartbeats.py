@@ -77,9 +77,10 @@ def read_all_heartbeats(paths: RunPaths) -> dict[int, Heartbeat]:
     """The heartbeats of this host's ranks and, while a job on many hosts runs, of the others, as their supervisors
     report. The newest of each rank: what a host said last that was lost lies beside what is said in its place."""
     told: list[dict[int, Heartbeat]] = []
-    for path in sorted(paths.nodes.glob("node-*.json")) if paths.nodes.is_dir() else []:
-        with contextlib.suppress(OSError, ValueError):
-            told.append(parse_model(read_in_place(path), HostBeats).beats)
+    with contextlib.suppress(OSError):  # of a directory that cannot be listed at present
+        for path in sorted(paths.nodes.glob("node-*.json")):
+            with contextlib.suppress(OSError, ValueError):
+                told.append(parse_model(read_in_place(path), HostBeats).beats)
     found: dict[int, Heartbeat] = {}
     for beats in (*told, read_heartbeats(paths.ranks)):
         for rank, beat in beats.items():

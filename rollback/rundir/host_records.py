@@ -12,6 +12,7 @@ right.
 
 import contextlib
 import fnmatch
+import json
 import os
 import threading
 import time
@@ -21,7 +22,9 @@ from typing import Generic, Protocol, TypeVar
 
 import xxhash
 from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 
+from rollback.facts.fact import escape_surrogates
 from rollback.system import files
 from rollback.system.durable import read_small_file, write_all
 from rollback.system.small_json import parse_model
@@ -168,7 +171,11 @@ class RecordPublisher(Generic[_Record]):
         self._beat += 1
         shown = self.record.model_copy(update={"beat": self._beat})
         try:
-            self._transport.write(self._name, shown.model_dump_json().encode())
+            body = shown.model_dump_json()
+        except PydanticSerializationError:  # a directory whose name is no UTF-8, which Python reads as surrogates
+            body = json.dumps(escape_surrogates(shown.model_dump(mode="json")))
+        try:
+            self._transport.write(self._name, body.encode())
         except OSError as error:
             if not self.failing:
                 self._say(f"writing {self._name} fails ({error}); the other nodes may take this one for lost")

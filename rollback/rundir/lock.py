@@ -83,7 +83,7 @@ class RunLock:
 
         Raises RunInUse where another launch has it by now. A disk that refuses ends nothing.
         """
-        if self.in_place or not self._paths.root.is_dir():
+        if self.in_place or not os.path.isdir(self._paths.root):
             return
         try:
             taken = self._take()

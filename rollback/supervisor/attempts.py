@@ -4,14 +4,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.config import Settings
 from rollback.errors import ExitCode, JournalDamaged, RollbackError, RunDirectoryError
 from rollback.facts import training as facts
 from rollback.rundir.journal.journal import read_journal
-from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
 from rollback.supervisor.diagnosis.blamed_data import blame, comes_again
@@ -24,7 +21,6 @@ from rollback.supervisor.diagnosis.evidence import (
     rank_ends,
 )
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
-from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEnding, AttemptEvidence, ending, reason_of
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import HangWatcher
@@ -33,37 +29,12 @@ from rollback.supervisor.last_snapshot import last_snapshot_on_host, note_last_s
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.signals import StopRequests, StopSignals
-from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.host import Host, Running
 from rollback.supervisor.torchrun.redaction import new_salt, redacted
 from rollback.supervisor.torchrun.start_conditions import differences, job_digest
 
 _POLL = 0.1
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    paths: RunPaths
-    job: LaunchedJob
-    settings: Settings
-    restart_budget: int
-    """Restarts without progress."""
-    grace: float
-    """Seconds that the ranks have to stop and save when they are told to."""
-    hang: HangLimits
-    """How long the ranks may show no progress."""
-    node_timeout: float
-    """Seconds that the launch waits for missing nodes."""
-    spare_nodes: int
-    """Nodes that wait for the place of another one."""
-    replicas: int
-    """On how many hosts each snapshot is in memory, at most: 2 with a copy on another host."""
-    preload: bool
-    """Whether ranks are forked from a process that has imported torch (`rollback.agent.fork_server`)."""
-    expects_guard: bool
-    """Whether the launch is about a guard, so that the script must have one."""
-    fetches: bool = True
-    """Whether the run goes on from the ring's URL, where that has it."""
 
 
 class Attempts:

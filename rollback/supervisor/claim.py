@@ -154,25 +154,21 @@ class Claim:
         self._lock.release()
 
     def undo(self) -> None:
-        if not self._lock_was_there and self._lock.in_place:
-            # A contender that waits on the file that vanishes here sees that it is gone and opens the name anew.
-            files.unlink(self._paths.lock)
+        with contextlib.suppress(OSError):  # of a disk that refuses, and the job is refused for another reason
+            if not self._lock_was_there and self._lock.in_place:
+                # A contender that waits on the file that vanishes here sees that it is gone and opens the name anew.
+                files.unlink(self._paths.lock)
         self._lock.release()
         if self._stale_holder is not None:
-            try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                with os.fdopen(files.open_file(self._paths.holder, flags), "wb") as file:
-                    file.write(self._stale_holder)
-            except FileExistsError:
-                pass  # somebody else holds the directory already and has said so
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # somebody else may hold it already, and have said so
+            with contextlib.suppress(OSError), os.fdopen(files.open_file(self._paths.holder, flags), "wb") as file:
+                file.write(self._stale_holder)
         self._remove_what_was_made()
 
     def _remove_what_was_made(self) -> None:
-        for path in self._absent:
-            try:
-                Path(path).rmdir()
-            except OSError:
-                return  # not there, or somebody else uses it by now
+        with contextlib.suppress(OSError):  # it is not there, or somebody else uses it by now
+            for path in self._absent:
+                path.rmdir()
 
 
 def _content(holder: Path) -> bytes | None:

@@ -21,23 +21,18 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import EarlierAttempts, read_past
-from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.command import LaunchedJob, LaunchOptions
 from rollback.supervisor.torchrun.redaction import redacted
 from rollback.supervisor.torchrun.start_conditions import conditions_of, differences, job_digest, script_digest
 
 
-def nothing_left(
-    paths: RunPaths,
-    past: EarlierAttempts,
-    job: LaunchedJob,
-    settings: Settings,
-    say: Callable[[str], None],
-) -> str | None:
+def nothing_left(options: LaunchOptions, past: EarlierAttempts, say: Callable[[str], None]) -> str | None:
     """The reason in words why nothing is started; None: an attempt may start. Says what differs on a complete run."""
+    paths = options.paths
     end = _completed(paths, past, lambda name: ring.is_complete(paths.checkpoint(name)))
     if end is None:
         return None
-    told, different = _in_words(end), _difference(past, job, settings)
+    told, different = _in_words(end), _difference(past, options.job, options.settings)
     if different is not None:
         say(f"{told}. What differs now: {different}; the ranks go on from there if that is more")
         return None
@@ -49,14 +44,13 @@ def nothing_left(
     return told
 
 
-def nothing_left_at(
-    store: Store, own: RunPaths, begun: int, job: LaunchedJob, say: Callable[[str], None]
-) -> str | None:
+def nothing_left_at(store: Store, options: LaunchOptions, begun: int, say: Callable[[str], None]) -> str | None:
     """As `nothing_left`, by the record at the ring's URL: for a node that meets nobody. None also where that record
     cannot be read, or is not all there is, and where the command is another one.
 
-    own: this node's run directory, in which there may be requests. begun: the last attempt that this node knows of.
+    In this node's run directory there may be requests. begun: the last attempt that this node knows of.
     """
+    own = options.paths
     with contextlib.suppress(RollbackError, OSError), tempfile.TemporaryDirectory(prefix="rollback-ring-") as made:
         paths = RunPaths(Path(made))
         if indexes := read_indexes(store):
@@ -65,7 +59,7 @@ def nothing_left_at(
             download_beginning_with(store, indexes[0], ("run.json", "journal/"), paths.root)
             past = read_past(paths)
             end = _completed(own, past, lambda name: store.size(checkpoint_key(name)) is not None)
-            if end is not None and past.last_attempt >= begun and _runs_the_same(past, job):
+            if end is not None and past.last_attempt >= begun and _runs_the_same(past, options.job):
                 say(f"{(told := _in_words(end))}; no other host is there, and this command has nothing left to do")
                 return told
     return None

@@ -1,5 +1,6 @@
 """The durable ring of a supervised run: checked before the first attempt, filled beside it, completed at its end."""
 
+import os
 import time
 from collections.abc import Callable
 
@@ -116,14 +117,17 @@ class Draining:
         """Where a final state is, and why not in the run's durable ring, in words, after `finish`; None: it is there,
         or there is none."""
         paths, url = self._paths, self._url
-        if name is None or (url is None and paths.checkpoint(name).exists()):
+        if name is None:
+            return None
+        in_run = os.path.exists(paths.checkpoint(name))
+        if url is None and in_run:
             return None
         if self._drainer is not None and self._drainer.final_there == name:
             return None
         journals = (fold_journal(path).history for path in (paths.train_journal, paths.supervisor_journal))
         if name in in_durable_ring(*journals, place=None if url is None else url.rstrip("/")):
             return None
-        if paths.checkpoint(name).exists():
+        if in_run:
             then = ", and the same command copies it" if self.hint is None else ""
             return f"not at {url} ({self.why_not()}): it is in {paths.checkpoint(name)}{then}"
         return f"in no durable ring: {self.why_not()}"

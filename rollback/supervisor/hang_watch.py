@@ -17,7 +17,7 @@ class HangWatcher:
 
     def __init__(self, paths: RunPaths, limits: HangLimits, running: Running, nodes: Nodes) -> None:
         self._paths, self._running, self._nodes = paths, running, nodes
-        self._detector = HangDetector(limits, time.monotonic())
+        self._detector = HangDetector(limits, time.monotonic(), nodes.lag)
         self._next = 0.0
 
     @property

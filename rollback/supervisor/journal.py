@@ -1,5 +1,6 @@
 """The supervisor's journal. It is written only once this job may write to the run directory."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -60,6 +61,7 @@ class SupervisorJournal:
     def close(self) -> None:
         with self._lock:
             if self._journal is not None:
-                self._journal.close()
+                with contextlib.suppress(OSError):  # what could not be written has been said
+                    self._journal.close()
                 self._journal = None
             self.opened = False  # what a thread still has to say has come too late

@@ -1,6 +1,7 @@
 """What a launch asks of the machine and of the command before anything is started or written."""
 
 import importlib.util
+import math
 import os
 import resource
 import shutil
@@ -17,6 +18,7 @@ from rollback.source.rank_spawning import line_of_spawn
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
 _FILES, _FILES_OF_A_RANK = 32, 4
+_COMFORTABLE = 4096  # what a limit is to be raised to
 _LAUNCHERS = {
     "program": ("torchrun", "accelerate", "accelerate-launch", "deepspeed"),
     "module": ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
@@ -60,11 +62,12 @@ def require_files(flags: Mapping[str, str | bool]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ranks = str(flags.get("nproc-per-node", "1"))
     needed = _FILES + _FILES_OF_A_RANK * (int(ranks) if ranks.isdecimal() else 1)
-    if soft not in (resource.RLIM_INFINITY, -1) and soft < needed:
-        may = hard in (resource.RLIM_INFINITY, -1) or hard >= needed
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        wanted, may = max(_COMFORTABLE, needed), math.inf if hard == resource.RLIM_INFINITY else hard
+        raised = f"have the hard limit raised, which is {hard}, then: ulimit -n {wanted}"
         raise UsageError(
             f"a process may have {soft} files open here, and starting {ranks} ranks takes at least {needed}",
-            hint="ulimit -n 4096" if may else f"have the hard limit raised, which is {hard}, then: ulimit -n 4096",
+            hint=f"ulimit -n {min(wanted, may)}" if may >= needed else raised,
         )
 
 

@@ -29,7 +29,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.record_location import forget_record_location, read_record_location
-from rollback.supervisor.attempts import Attempts, LaunchOptions
+from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.claim import Claim, EarlierAttempts, claim_or_private, read_past
 from rollback.supervisor.complete import nothing_left, nothing_left_at
@@ -38,10 +38,11 @@ from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting, find_meeting
-from rollback.supervisor.nodes.membership import NodePlace, command_of, membership, place_among_nodes
+from rollback.supervisor.nodes.membership import NodePlace, OwnNode, command_of, membership, place_among_nodes
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.host import Host
 from rollback.supervisor.torchrun.output import Audience
 
@@ -74,15 +75,12 @@ def supervise(options: LaunchOptions, audience: Audience, signals: StopSignals) 
             environment.pop(ENV_NO_RUN, None)
             if obstacle is not None:
                 environment[ENV_NO_RUN] = json.dumps(obstacle.fields)
-        host = Host(
-            options.paths, options.job, options.settings, environment, private, audience,
-            grace=options.grace, expects_guard=options.expects_guard, preload=options.preload,
-            node=place.name if place else None,
-        )  # fmt: skip
+        host = Host(options, environment, private, audience, place.name if place else None)
         with closing(host), _buddy(options, place, audience.say) as buddy:
-            launch = HostLaunch(options, place, store, audience.say, host, signals, buddy)
-            if place is not None:
-                return launch.take_part(place)
+            own = None if place is None else OwnNode(options.paths, place, audience.say, options.settings.ring, buddy)
+            launch = HostLaunch(options, own, store, audience.say, host, signals)
+            if own is not None:
+                return launch.take_part(own)
             assert claim is not None
             return launch.lead(claim)
 
@@ -117,21 +115,20 @@ def _private_directory() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class HostLaunch:
-    """What a launch has on this host. place: among the nodes; None: there is one. store: the ring's URL, from which a
-    run may be fetched."""
+    """What a launch has on this host. own: of many nodes; None: there is one. store: the ring's URL, from which a run
+    may be fetched."""
 
     options: LaunchOptions
-    place: NodePlace | None
+    own: OwnNode | None
     store: Store | None
     say: Callable[[str], None]
     host: Host
     signals: StopSignals
-    buddy: Buddy | None
 
-    def take_part(self, place: NodePlace) -> RunResult:
+    def take_part(self, own: OwnNode) -> RunResult:
         """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
-        paths = self.options.paths
-        beside = self._follower(place, SharedMeeting(paths, place.most))
+        paths, place = own.paths, own.place
+        beside = Follower(own, self.host, self.options.grace, self.signals, SharedMeeting(paths, place.most))
         called: int | None = None  # for which attempt the last leader called its nodes; 0: it came to none
         while True:
             past = read_past(paths)
@@ -143,10 +140,8 @@ class HostLaunch:
                     result = beside.follow(in_use)
             else:
                 try:
-                    found = find_meeting(
-                        paths, place, self.options.settings.ring, self.say, self.signals,
-                        partial(self._nothing_left_at_url, past, called), again=called is not None,
-                    )  # fmt: skip
+                    is_complete = partial(self._nothing_left_at_url, past, called)
+                    found = find_meeting(own, self.signals, is_complete, again=called is not None)
                 except BaseException:
                     _let_go(claim, paths)
                     raise
@@ -157,7 +152,7 @@ class HostLaunch:
                 with _staying_apart(meeting, self.host):
                     if leads:
                         return self.lead(claim, meeting)
-                    follower = self._follower(place, meeting)
+                    follower = Follower(own, self.host, self.options.grace, self.signals, meeting)
                     try:
                         result = follower.follow()
                     finally:
@@ -176,20 +171,14 @@ class HostLaunch:
         begun = max(past.last_attempt, called or 0)
         with _until_told(self.signals, f"nodes were waited for, and {self.store.url} was looked at"):
             store = Store(self.store.url, patience=_LOOK)
-            return nothing_left_at(store, options.paths, begun, options.job, self.say)
+            return nothing_left_at(store, options, begun, self.say)
 
     def _record(self) -> RecordPlace:
         """Where the record is, for a node that nobody has told how the run ended."""
         paths = self.options.paths
         if (told := read_record_location(paths)) is not None:
             return RecordPlace(host=told[0], directory=told[1])
-        return RecordPlace(url="" if paths.train_journal.exists() else self.options.settings.ring or "")
-
-    def _follower(self, place: NodePlace, meeting: Meeting) -> Follower:
-        options, ring = self.options, self.options.settings.ring
-        return Follower(
-            options.paths, place, self.host, options.grace, self.signals, self.say, meeting, ring, self.buddy
-        )
+        return RecordPlace(url="" if os.path.exists(paths.train_journal) else self.options.settings.ring or "")
 
     def lead(self, claim: Claim, meeting: Meeting | None = None) -> RunResult:
         """Decide about attempts, then release the run directory."""
@@ -218,7 +207,7 @@ class HostLaunch:
         try:
             past = read_past(options.paths, claim.before)
             forget_record_location(options.paths)
-            if (told := nothing_left(options.paths, past, options.job, options.settings, self.say)) is not None:
+            if (told := nothing_left(options, past, self.say)) is not None:
                 return RunResult(exit_code=ExitCode.DONE, reason=told)
             _require_adopted_again(past, options)
             result = Attempts(options, self.say, self.host, own_journal, self.signals, nodes, claim.keep).run(past)
@@ -234,18 +223,17 @@ class HostLaunch:
         if self.store is None or not self.options.fetches:
             return ()
         with _until_told(self.signals, f"the newest state was fetched from {self.store.url}"):
-            if self.place is not None:  # of many nodes, the one that leads asks whether it may write
+            if self.own is not None:  # of many nodes, the one that leads asks whether it may write
                 self.store.probe()
             return fetch(self.store, self.options.paths, self.say)
 
     @contextmanager
     def _all_nodes(self, meeting: Meeting | None, own_journal: SupervisorJournal) -> Iterator[Nodes]:
-        if self.place is None or meeting is None:
+        if self.own is None or meeting is None:
             yield Nodes()
             return
-        with membership(self.options.paths, self.place):
-            ring = self.options.settings.ring
-            yield Leader(self.options.paths, self.place, self.say, meeting, own_journal.note, self.buddy, ring)
+        with membership(self.own.paths, self.own.place):
+            yield Leader(self.own, meeting, own_journal.note)
 
 
 def _was_adopted(started: AttemptStarted) -> bool:
@@ -303,7 +291,7 @@ def _staying_apart(meeting: Meeting, host: Host) -> Iterator[None]:
 
 def _let_go(claim: Claim, paths: RunPaths) -> None:
     """A host that does not keep the record has nothing in its run directory before its ranks have attached."""
-    (claim.release if paths.identity.exists() else claim.undo)()
+    (claim.release if os.path.exists(paths.identity) else claim.undo)()
 
 
 def _durable(paths: RunPaths) -> tuple[str, ...]:

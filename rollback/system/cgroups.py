@@ -30,16 +30,17 @@ def memory_groups(membership: str, root: Path) -> list[MemoryGroup]:
     return found
 
 
-def granted_cores() -> float | None:
-    """Processors that a container's quota grants; None where there is no such group, or no limit ("max")."""
+def usable_cores() -> float:
+    """Processors that this process, and with it the others of its host, may use: its affinity, and the quota of a
+    container."""
+    affinity = float(len(os.sched_getaffinity(0)))
     try:
         granted, period = (ROOT / "cpu.max").read_text().split()
-        return int(granted) / int(period)
-    except (OSError, ValueError):
-        return None
+        return min(affinity, int(granted) / int(period))
+    except (OSError, ValueError):  # there is no such group, or no limit ("max")
+        return affinity
 
 
 def cores_here() -> int:
-    """That this process, and with it the others of its host, may use."""
-    affinity, granted = len(os.sched_getaffinity(0)), granted_cores()
-    return affinity if granted is None else min(affinity, max(1, int(granted)))
+    """As `usable_cores`, whole ones, and at least one."""
+    return max(1, int(usable_cores()))

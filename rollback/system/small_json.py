@@ -3,6 +3,7 @@
 It refuses with ValueError, as for any other damage. A document takes at most a few hundred MB of memory.
 """
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -104,8 +105,11 @@ def sound_model(path: Path, model: type[_Model], limit: int) -> _Model | None:
 
 
 def sound_models(directory: Path, pattern: str, model: type[_Model], limit: int) -> dict[str, _Model]:
-    """Of the files in a directory whose names match, those that can be believed, by name. It need not exist."""
-    paths = sorted(directory.glob(pattern), key=os.fspath) if directory.is_dir() else []  # a path compares slowly
+    """Of the files in a directory whose names match, those that can be believed, by name. None where it does not exist,
+    or cannot be listed at present."""
+    paths = list[Path]()
+    with contextlib.suppress(OSError):
+        paths = sorted(directory.glob(pattern), key=os.fspath)  # a path compares slowly
     return {path.name: found for path in paths if (found := sound_model(path, model, limit)) is not None}
 
 

@@ -12,7 +12,7 @@ def require_extra(module: str, need: str, extra: str, otherwise: str = "") -> No
     """
     try:
         importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # what it needs in turn may be of another version, and raise anything
         raise UsageError(
             f"{need}, which cannot be imported ({error})", hint=f"pip install 'torch-rollback[{extra}]'{otherwise}"
         ) from error

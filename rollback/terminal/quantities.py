@@ -46,11 +46,10 @@ def at_least(number: str, least: bool) -> str:
     return f"at least {number}" if least else number
 
 
-def restores_in_words(rollbacks: int, asked: int) -> str:
-    """`3 restores (and 1 rewind that an operator asked for)`."""
-    return counted(rollbacks, "restore") + (
-        f" (and {counted(asked, 'rewind')} that an operator asked for)" * bool(asked)
-    )
+def restores_in_words(restores: int, asked: int) -> str:
+    """`3 restores (and 1 rewind that an operator asked for)`. asked: how many of the restores are such rewinds."""
+    also = f" (and {counted(asked, 'rewind')} that an operator asked for)" if asked else ""
+    return counted(restores - asked, "restore") + also
 
 
 def steps_or_unknown(value: int | None) -> str:

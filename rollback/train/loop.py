@@ -156,6 +156,8 @@ class TrainingLoop:
         if self.run.lock is not None:
             self.run.lock.release()
         atexit.unregister(self.close)  # a process may make many guards, and each holds its model
+        if step.heartbeat.activity.script_failed:
+            self.requests.stop.heed()
 
     # Between two batches -------------------------------------------------------------------------------------------
 

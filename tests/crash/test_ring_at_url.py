@@ -28,6 +28,7 @@ from rollback.errors import (
 )
 from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.checkpoints import read_listing
+from rollback.inspect.ring.verify import verify
 from rollback.ring.url import fetch as fetching
 from rollback.ring.url import progress
 from rollback.ring.url import ring as at_url_ring
@@ -708,10 +709,19 @@ def test_a_slow_bucket_and_one_that_shows_new_objects_late_hold_up_nothing_but_t
 def test_a_url_that_cannot_be_copied_aside_is_told_of_in_words(
     run: RecordedRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    def refused(directory: Path, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     put(opened(run.paths), run.paths, NAMES[1])
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(OutputNotWritten, match="into a temporary directory: No such file"), readable(URL):
-        pass
+    with monkeypatch.context() as without:
+        without.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        with pytest.raises(OutputNotWritten, match="into a temporary directory: No such file"), readable(URL):
+            pass
+    with readable(URL) as place:
+        monkeypatch.setattr(storing, "require_room", refused)
+        with pytest.raises(OutputNotWritten, match=f"copying {NAMES[1]} of {URL} into .*: No space left") as told:
+            verify(place)
+        assert told.value.hint == "make room there, or set TMPDIR to a directory that can be written"
 
 
 def test_what_a_url_says_of_itself_is_not_believed(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from selection import by_default, soak
 from toy import Toy, consumed, facts, require_same, same_skips_from_the_start, skip_list, skipped, train, weights
 
-from rollback.cli.settings import read_settings
+from rollback.cli.options.settings import read_settings
 from rollback.facts.training import Incident, Planned, Restored, Window
 
 JOBS = {

@@ -115,6 +115,14 @@ def test_pointing_shows_the_values_of_a_step(browser: Any, short_page: Path) -> 
     assert "step " in tip.text
 
 
+def test_a_click_on_the_number_of_an_incident_leads_to_what_is_said_of_it(browser: Any, short_page: Path) -> None:
+    open_page(browser, short_page)
+    flag = browser.find_element("css selector", "#chart .flag + text")
+    number = flag.text
+    flag.click()
+    assert browser.execute_script("return location.hash") == f"#incident-{number}"
+
+
 def test_undone_steps_can_be_hidden_and_an_incident_leads_to_its_place(browser: Any, short_page: Path) -> None:
     open_page(browser, short_page)
     before, whole = len(curves(browser)), view(browser)

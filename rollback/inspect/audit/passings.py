@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rollback.facts.training import Accepted, Attached, JournalEntry, PassedOver, SampleQuarantine
+from rollback.facts.training import Accepted, Attached, JournalEntry, PassedOver, SampleQuarantine, Window
 from rollback.rundir.journal.journal import of_kinds
 
 CONDITIONS = frozenset({Attached, Accepted, SampleQuarantine, PassedOver})
@@ -40,6 +40,13 @@ def passings(records: Sequence[JournalEntry], batches: Sequence[int]) -> dict[in
                     *before, alike = found.get(batch, (ranks, changes, True))
                     found[batch] = Passing(ranks, changes, alike and before == [ranks, changes])
     return found
+
+
+def is_in(windows: Sequence[Window], batch: int) -> bool:
+    """Whether one of these windows has the batch. windows: in order, none of which overlap (`merge_windows`): each rank
+    of many asks of each of its batches."""
+    place = bisect_right(windows, batch, key=lambda window: window.first)
+    return place > 0 and batch in windows[place - 1]
 
 
 def counts(passed: Mapping[int, Passing], batch: int, rank: int) -> bool:

@@ -14,7 +14,7 @@ from rollback.facts.fact import by_whom
 from rollback.facts.history import Case, History, fold, merge_windows
 from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
 from rollback.inspect.audit.contents import ranks_with_skips
-from rollback.inspect.audit.passings import CONDITIONS, counts, passings
+from rollback.inspect.audit.passings import CONDITIONS, counts, is_in, passings
 from rollback.inspect.record.reading import read_records, readable, require_run_directory
 from rollback.rundir.journal.journal import of_kind, of_kinds
 from rollback.rundir.skip_records import SkippedBatch, read_skipped
@@ -101,7 +101,7 @@ def read_samples(root: Path) -> SampleTable:
                 if lines.get(line.batch) == number and counts(last_passed, line.batch, rank):
                     yield from _rows(line, rank, times, reasons)
         told = sum(map(len, times.windows))
-        unknown = told - sum(any(batch in window for window in times.windows) for batch in recorded)
+        unknown = told - sum(is_in(times.windows, batch) for batch in recorded)
         if unknown > 0:
             notices.append(f"{unknown} of {told} batches passed over left no record of what they held: no row for them")
 

@@ -86,7 +86,7 @@ def _print_head(console: Console, audit: report.AuditReport) -> None:
         ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
         rows.append(("id", quoted(f"{run.run_id}, created {run.created}, {ranks}")))
     samples = "" if totals.skipped_samples is None else f" ({counted(totals.skipped_samples, 'sample')})"
-    restores = restores_in_words(totals.rollbacks - totals.rewinds_asked, totals.rewinds_asked)
+    restores = restores_in_words(totals.rollbacks, totals.rewinds_asked)
     rows.append(("incidents", f"{totals.incidents - totals.incidents_asked}, answered by {restores}"))
     rows.append(("skipped", f"{counted(totals.skipped_batches, 'batch', 'batches')}{samples}"))
     undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)

@@ -19,7 +19,7 @@ from pydantic import Field
 from rollback.errors import ExitCode, JournalDamaged
 from rollback.facts.history import fold, merge_windows
 from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
-from rollback.inspect.audit.passings import CONDITIONS, passings
+from rollback.inspect.audit.passings import CONDITIONS, is_in, passings
 from rollback.inspect.document import Document, ReportItem
 from rollback.inspect.record.reading import merge, require_run_directory
 from rollback.rundir import seal
@@ -131,7 +131,7 @@ def _rank(path: Path, told: list[Window], listed: list[Window], conditions: list
     damaged: list[str] = []
     try:
         for line in read_skipped(path, damaged):
-            if not any(line.batch in window for window in listed):
+            if not is_in(listed, line.batch):
                 yield f"{path}: batch {line.batch} is in no window of the skip list"
             held = hash(None if line.indices is None else tuple(line.indices))
             if known.setdefault(line.batch, held) != held:

@@ -26,6 +26,7 @@ from rollback.inspect.document import ReportItem
 from rollback.inspect.record.reading import by_attempt
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
 from rollback.terminal.quantities import at_least, duration, seconds_since_epoch
+from rollback.wording import counted
 
 _PRICED = frozenset({facts.Planned, facts.Restored, facts.Attached, facts.Hung, facts.AttemptEnded})
 _OF_RANKS, _OF_SUPERVISOR = (
@@ -288,7 +289,7 @@ class Death(ReportItem):
     why_not_kept: str | None = Field(description="null: last_snapshot tells")
 
     def in_words(self) -> str:
-        steps = f"{at_least(str(self.steps_lost), self.at_least)} step{'s' if self.steps_lost != 1 else ''}"
+        steps = at_least(counted(self.steps_lost, "step"), self.at_least)
         went = "the run went back" if self.went_back else "the next start goes back"
         where = f"to {self.checkpoint}, step {self.step}" if self.checkpoint else "to the beginning"
         why = f"; nothing newer is left ({self.why_not_kept})" if self.why_not_kept else ""

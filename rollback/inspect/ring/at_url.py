@@ -17,6 +17,7 @@ from rollback.rundir.paths import MANIFEST, RunPaths
 
 _NEEDED = ("run.json", "journal/", "pins/")
 _PATIENCE = 30.0
+_ROOM = "make room there, or set TMPDIR to a directory that can be written"
 
 
 @dataclass(frozen=True)
@@ -38,25 +39,25 @@ class ReadableRun:
     def shards(self, checkpoint: str) -> Iterator[None]:
         """All shards of a checkpoint, and its frozen weights, exist inside the block.
 
-        Raises CheckpointDamaged, RingUnavailable, OSError.
+        Raises CheckpointDamaged, RingUnavailable, OutputNotWritten.
         """
         if self.store is None:
             yield
             return
         paths = RunPaths(self.root)
-        directory, files = paths.checkpoint(checkpoint), []
+        directory = paths.checkpoint(checkpoint)
         manifest = read_manifest(directory)
-        if (needed := manifest.frozen) is not None and not frozen.is_there(paths, needed):
-            paths.frozen.mkdir(exist_ok=True)  # what many checkpoints have is fetched once
-            self.store.get_file(frozen_key(needed), paths.frozen / needed.file, needed.written)
         try:
-            for file in manifest.files:
-                files.append(directory / file.name)
-                self.store.get_files(checkpoint_key(checkpoint, file.name), files[-1], file.contents)
+            with reporting(OutputNotWritten, f"copying {checkpoint} of {self.name} into a temporary directory", _ROOM):
+                if (needed := manifest.frozen) is not None and not frozen.is_there(paths, needed):
+                    paths.frozen.mkdir(exist_ok=True)  # what many checkpoints have is fetched once
+                    self.store.get_file(frozen_key(needed), paths.frozen / needed.file, needed.written)
+                for file in manifest.files:
+                    self.store.get_files(checkpoint_key(checkpoint, file.name), directory / file.name, file.contents)
             yield
         finally:
-            for path in files:
-                path.unlink(missing_ok=True)
+            for file in manifest.files:
+                (directory / file.name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def readable(place: str) -> Iterator[ReadableRun]:
         raise UsageError(f"there is no ring at {store.url}", hint="`rollback launch --ring URL` makes one")
     doing = f"copying the record of {store.url} into a temporary directory"
     with ExitStack() as kept:
-        with reporting(OutputNotWritten, doing, "make room there, or set TMPDIR to a directory that can be written"):
+        with reporting(OutputNotWritten, doing, _ROOM):
             paths = RunPaths(Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rollback-ring-"))))
             _copy_record(store, indexes[0], paths)
         yield ReadableRun(paths.root, store.url, store)

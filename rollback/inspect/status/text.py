@@ -52,7 +52,7 @@ def _status_rows(status: RunStatus) -> Iterator[tuple[str, str | Text]]:
     if status.durable:
         yield "durable", _durable(status.durable)
     skipped = counted(status.skipped_batches, "batch", "batches")
-    restores = restores_in_words(status.rollbacks - status.rewinds_asked, status.rewinds_asked)
+    restores = restores_in_words(status.rollbacks, status.rewinds_asked)
     yield "incidents", f"{status.incidents - status.incidents_asked}, {restores}, {skipped} skipped"
     yield from [("kept", quoted(status.last_snapshot))] if status.last_snapshot else []
     yield from [("lost", quoted(status.death.in_words()))] if status.death else []

@@ -162,7 +162,7 @@
       const place = x(incident.detection);
       if (place < LEFT || place > right || place - before < 17) continue;
       before = place;
-      const flag = make(parent, "g");
+      const flag = make(parent, "g", { class: "incident" });
       make(flag, "circle", { class: "flag", cx: place, cy: 13, r: 8.5 });
       make(flag, "text", { x: place, y: 17 }, incident.number);
       make(flag, "title", {}, incident.title);
@@ -302,7 +302,7 @@
   });
   const at = (event) => (event.clientX - svg.getBoundingClientRect().left) * width / svg.getBoundingClientRect().width;
   svg.addEventListener("pointerdown", (event) => {
-    if (event.button !== 0 || event.target.closest(".flag")) return;
+    if (event.button !== 0 || event.target.closest(".incident")) return;
     state.drag = { from: at(event), pan: event.shiftKey, view: state.view.slice() };
     svg.setPointerCapture(event.pointerId);
   });

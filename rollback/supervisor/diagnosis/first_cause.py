@@ -133,14 +133,9 @@ class FirstCause:
 
     def is_behind(self, finished: Finished | None) -> bool:
         """Whether the script raised behind its training, whose final state is kept: it would raise there again."""
-        if (
-            finished is None
-            or finished.checkpoint is None
-            or self.why not in ("exception", "disk")
-            or self.record is None
-        ):
+        if finished is None or finished.checkpoint is None or self.record is None or self.record.in_hand:
             return False
-        return not self.record.in_hand and self.record.step == finished.step
+        return self.why in ("exception", "disk") and self.record.step == finished.step
 
 
 def why_of(end: RankEnd) -> Why | None:

@@ -81,6 +81,8 @@ class HangDetector:
 
     limits: HangLimits
     began: float
+    lag: float = 0.0
+    """Seconds by which heartbeats may come late: those of other hosts' ranks."""
     _ranks: dict[int, _Progress] = field(default_factory=dict)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_STEPS))
     _last: float | None = None
@@ -157,7 +159,8 @@ class HangDetector:
             seen.advanced += seconds
 
     def _mute(self, now: float) -> frozenset[int]:
-        mute = frozenset(rank for rank, seen in self._ranks.items() if now - seen.looked > _THREADS_SILENT)
+        patience = _THREADS_SILENT + self.lag
+        mute = frozenset(rank for rank, seen in self._ranks.items() if now - seen.looked > patience)
         return mute if len(mute) < len(self._ranks) else frozenset()
 
 

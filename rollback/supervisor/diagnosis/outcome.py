@@ -94,15 +94,11 @@ class Failures(BaseModel, frozen=True):
 
     def with_ended(self, ranks: Collection[int]) -> "Failures":
         """The same, where the supervisor has ended these ranks: what SIGKILL did to them is no failure of theirs."""
-        ended = {"ended": True}
-        return self.model_copy(
-            update={
-                "failures": tuple(
-                    each.model_copy(update=ended) if each.rank in ranks and each.exitcode == -signal.SIGKILL else each
-                    for each in self.failures
-                )
-            }
-        )
+        failures = [
+            each.model_copy(update={"ended": each.ended or (each.rank in ranks and each.exitcode == -signal.SIGKILL)})
+            for each in self.failures
+        ]
+        return self.model_copy(update={"failures": tuple(failures)})
 
 
 class Unrecorded(BaseModel, frozen=True):

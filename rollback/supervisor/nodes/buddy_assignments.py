@@ -9,28 +9,19 @@ from rollback.checkpoints.resume import on_record
 from rollback.facts.training import Fact, NoBuddyCopy, PartBroughtBack
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
-from rollback.rundir.paths import RunPaths
-from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.last_snapshot import last_snapshot_on_host
-from rollback.supervisor.nodes.membership import NodePlace
+from rollback.supervisor.nodes.membership import OwnNode
 from rollback.supervisor.nodes.protocol import NodeReport
 
 _WANTED = 16  # checkpoints: a buddy has the newest, the one before, or behind a rollback an older one
 
 
 class BuddyAssignments:
-    """buddy: of the leader's own host; None: no copies are wanted, and nothing happens here."""
+    """own: the leader's. Where it has no buddy, no copies are wanted, and nothing happens here."""
 
-    def __init__(
-        self,
-        paths: RunPaths,
-        place: NodePlace,
-        buddy: Buddy | None,
-        note: Callable[[Fact], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._paths, self._place, self._buddy, self._note, self._say = paths, place, buddy, note, say
+    def __init__(self, own: OwnNode, note: Callable[[Fact], None]) -> None:
+        self._paths, self._place, self._buddy, self._say, self._note = own.paths, own.place, own.buddy, own.say, note
         self._brought: PartBroughtBack | None = None
         self._uncopied: dict[str, str | None] = {}
         self._told: set[tuple[int, str]] = set()

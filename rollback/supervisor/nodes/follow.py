@@ -3,20 +3,17 @@
 import contextlib
 import signal
 import time
-from collections.abc import Callable
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.errors import ExitCode, NodesMissing, RollbackError, RunInUse, UsageError
 from rollback.ring.shard_copier import ShardCopier
 from rollback.rundir.host_records import SILENT_AFTER, RecordPublisher, RecordWatcher
-from rollback.rundir.paths import RunPaths
 from rollback.rundir.record_location import write_record_location
-from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.hang import TELLING
 from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.last_snapshot import last_snapshot_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
-from rollback.supervisor.nodes.membership import NodePlace
+from rollback.supervisor.nodes.membership import OwnNode
 from rollback.supervisor.nodes.protocol import (
     LeaderOrders,
     NodeReport,
@@ -37,27 +34,12 @@ _INTRODUCTION = 10.0  # seconds in which who leads must give orders; else it lea
 
 
 class Follower:
-    """A supervisor that follows. Make it while another process leads.
+    """A supervisor that follows. Make it while another process leads. grace: seconds that its ranks have to stop."""
 
-    ring: the URL of the ring, where every host has a run directory of its own.
-    """
-
-    def __init__(
-        self,
-        paths: RunPaths,
-        place: NodePlace,
-        host: Host,
-        grace: float,
-        signals: StopSignals,
-        say: Callable[[str], None],
-        meeting: Meeting,
-        ring: str | None = None,
-        buddy: Buddy | None = None,
-    ) -> None:
-        self._paths, self._place, self._host, self._grace = paths, place, host, grace
-        self._buddy = buddy
-        self._meeting, self._ring = meeting, ring if meeting.apart else None
-        self._signals, self._say = signals, say
+    def __init__(self, own: OwnNode, host: Host, grace: float, signals: StopSignals, meeting: Meeting) -> None:
+        self._paths, self._place, self._say, self._buddy = own.paths, own.place, own.say, own.buddy
+        self._host, self._grace, self._signals = host, grace, signals
+        self._meeting, self._ring = meeting, own.ring if meeting.apart else None
         self._publisher: RecordPublisher[NodeReport] | None = None
         self._watcher = RecordWatcher(
             meeting.transport,
@@ -65,7 +47,7 @@ class Follower:
             LeaderOrders,
             writes_fail=lambda: self._publisher is not None and self._publisher.failing,
         )
-        self._files = RecordFiles(paths, say) if meeting.apart else None
+        self._files = RecordFiles(own.paths, own.say) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
         self._fetches_ahead = True  # until no thread can be made for it
@@ -244,7 +226,10 @@ class Follower:
                 self._host.output.keep()
                 self._host.keep_standby(running.attempt)
                 if self._files is not None:
-                    until_over.enter_context(handing_over(self._files, publisher, self._meeting.transport.every))
+                    try:
+                        until_over.enter_context(handing_over(self._files, publisher, self._meeting.transport.every))
+                    except RollbackError as error:  # all of it is handed over when the attempt is over
+                        self._say(f"{self._place.name} hands over nothing of the record meanwhile: {error.message}")
                     has = self._files.handed_over
                     write_record_location(self._paths, orders.host, orders.directory, self._say, has=has)
             self._look_at_ranks(running, publisher, orders)

@@ -10,12 +10,10 @@ from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
 from rollback.rundir.heartbeats import Heartbeat
 from rollback.rundir.host_records import RecordPublisher, RecordWatcher, Transport
-from rollback.rundir.paths import RunPaths
-from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.nodes.buddy_assignments import BuddyAssignments
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting, first_orders
-from rollback.supervisor.nodes.membership import NodePlace
+from rollback.supervisor.nodes.membership import OwnNode
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import LeadersMove, NodeReport, RunResult, leaders_move, merged, must_end, ready
 from rollback.supervisor.nodes.record_files import RecordKeeper
@@ -34,34 +32,24 @@ _ENDS = 120.0  # that it has to end its ranks before it counts as lost: torchrun
 
 
 class Leader(Nodes):
-    """A supervisor that leads. Make it while holding the run directory's lock."""
+    """A supervisor that leads. Make it while holding the run directory's lock. note: journals a fact."""
 
-    def __init__(
-        self,
-        paths: RunPaths,
-        place: NodePlace,
-        say: Callable[[str], None],
-        meeting: Meeting,
-        note: Callable[[Fact], None] = lambda fact: None,
-        buddy: Buddy | None = None,
-        ring: str | None = None,
-    ) -> None:
-        self._paths, self._place, self._say, self._meeting, self._note = paths, place, say, meeting, note
-        self._assignments = BuddyAssignments(paths, place, buddy, note, say)
-        self._least, self._most = place.least, place.most
+    def __init__(self, own: OwnNode, meeting: Meeting, note: Callable[[Fact], None] = lambda fact: None) -> None:
+        self._paths, self._place, self._say, self._meeting, self._note = own.paths, own.place, own.say, meeting, note
+        self._assignments = BuddyAssignments(own, note)
+        self._least, self._most = own.place.least, own.place.most
         self._seats: tuple[str, ...] = ()
         self._fitting: tuple[str, ...] = ()  # the seats with which the job has trained last
         self._spares: SpareNodes | None = None
         self._watcher = RecordWatcher(
             meeting.transport, REPORTS, NodeReport, writes_fail=lambda: self._publisher.failing
         )
-        self._roster = Roster(place)
-        self._keeper = RecordKeeper(paths, say)
+        self._roster = Roster(own.place)
+        self._keeper = RecordKeeper(own.paths, own.say)
         self._told_to_end: float | None = None
         self._overtaken = False
-        self._publisher = RecordPublisher(
-            meeting.transport, ORDERS, first_orders(paths, place, ring if meeting.apart else None), say
-        )
+        orders = first_orders(own, own.ring if meeting.apart else None)
+        self._publisher = RecordPublisher(meeting.transport, ORDERS, orders, own.say)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -205,6 +193,10 @@ class Leader(Nodes):
     def beats(self) -> dict[int, Heartbeat]:
         reports = [report for report in self._members().values() if report]
         return {rank: beat for report in reports for rank, beat in report.beats.items()}
+
+    @property
+    def lag(self) -> float:
+        return self._meeting.transport.every + self._meeting.transport.pace
 
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         self._publisher.show(stacks=True)

@@ -22,7 +22,7 @@ from rollback.errors import ExitCode, NodesMissing, reporting
 from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, Transport
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.nodes.membership import NodePlace
+from rollback.supervisor.nodes.membership import NodePlace, OwnNode
 from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 from rollback.supervisor.nodes.store import StoreTransport
 from rollback.supervisor.signals import StopSignals
@@ -132,9 +132,9 @@ class EndpointMeeting:
 Meeting = SharedMeeting | EndpointMeeting
 
 
-def first_orders(paths: RunPaths, place: NodePlace, ring: str | None) -> LeaderOrders:
+def first_orders(own: OwnNode, ring: str | None) -> LeaderOrders:
     """What a supervisor shows that may lead: who it is, where its record would be, and the job's ring."""
-    directory = str(paths.root.absolute())
+    place, directory = own.place, str(own.paths.root.absolute())
     return LeaderOrders(leader=place.launch, host=place.host, pid=place.pid, directory=directory, ring=ring)
 
 
@@ -181,14 +181,7 @@ class Patience:
 
 
 def find_meeting(
-    paths: RunPaths,
-    place: NodePlace,
-    ring: str | None,
-    say: Callable[[str], None],
-    signals: StopSignals,
-    nothing_left: Callable[[], str | None],
-    *,
-    again: bool,
+    own: OwnNode, signals: StopSignals, nothing_left: Callable[[], str | None], *, again: bool
 ) -> tuple[Meeting, bool] | RunResult:
     """For a supervisor that holds the lock of its run directory: where the hosts meet, and whether it leads. Or how the
     run has ended, where nobody comes since it is complete.
@@ -201,20 +194,21 @@ def find_meeting(
 
     Raises NodesMissing where nobody comes in either way, or a stop signal comes first.
     """
-    if ring is None or place.endpoint is None:
-        return SharedMeeting(paths, place.most), True
+    paths, place, say = own.paths, own.place, own.say
     shared = SharedMeeting(paths, place.most)
+    if own.ring is None or place.endpoint is None:
+        return shared, True
     hint = "raise the limits of processes and open files (ulimit -u, ulimit -n), or make room in memory"
     with reporting(NodesMissing, f"starting the process that reaches the store at {place.endpoint.host}", hint):
         store = StoreTransport(place.endpoint)
-    own = first_orders(paths, place, ring)
-    publisher, other = RecordPublisher(shared.transport, ORDERS, own, say), None
+    orders = first_orders(own, own.ring)
+    publisher, other = RecordPublisher(shared.transport, ORDERS, orders, say), None
     chosen: tuple[Meeting, bool] | None = None
     patience, unreached = Patience(place.timeout, say, nothing_left, again=again), ""
     try:
         while chosen is None:
             if store.role == "host" and other is None:
-                other = RecordPublisher(store, ORDERS, own, say)
+                other = RecordPublisher(store, ORDERS, orders, say)
             if store.gone is not None and store.role is None and place.endpoint.is_host:
                 raise NodesMissing(
                     f"the store of the rendezvous cannot be had at {store.place}: {store.gone}",

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -16,9 +16,10 @@ import filelock
 
 import rollback
 from rollback.config import Settings
-from rollback.errors import RunDirectoryError, RunInUse, UsageError, reporting
+from rollback.errors import RollbackError, RunDirectoryError, RunInUse, UsageError, reporting
 from rollback.instructions import MeetingPoint
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.start_conditions import conditions_of
 from rollback.system import files
@@ -62,10 +63,25 @@ class NodePlace:
         return self.least < self.most or self.spares > 0
 
     def new_master(self) -> str:
-        """HOST:PORT on this host at which the ranks of one attempt can meet: no key of an earlier one is there."""
-        with socket.socket() as probe:
+        """HOST:PORT on this host at which the ranks of one attempt can meet: no key of an earlier one is there. Raises
+        RollbackError."""
+        with reporting(RollbackError, "looking for a free port, at which ranks can meet"), socket.socket() as probe:
             probe.bind(("", 0))
             return f"{self.address}:{probe.getsockname()[1]}"
+
+
+@dataclass(frozen=True)
+class OwnNode:
+    """What a supervisor of many has here, whether it leads or follows."""
+
+    paths: RunPaths
+    place: NodePlace
+    say: Callable[[str], None]
+    """Takes a line for people."""
+    ring: str | None = None
+    """The URL of the job's ring."""
+    buddy: Buddy | None = None
+    """None: no snapshots are copied to or from this host."""
 
 
 def place_among_nodes(
@@ -188,7 +204,8 @@ def membership(paths: RunPaths, place: NodePlace) -> Iterator[None]:
     try:
         yield
     finally:
-        files.unlink(path)
+        with contextlib.suppress(OSError):  # what lies there says nothing: the lock itself counts
+            files.unlink(path)
         lock.release()
         with contextlib.suppress(OSError):  # other nodes are still there
             paths.nodes.rmdir()

@@ -73,6 +73,11 @@ class Nodes:
         """The last heartbeats of the ranks on other nodes."""
         return {}
 
+    @property
+    def lag(self) -> float:
+        """Seconds by which these may be old, and no rank at fault."""
+        return 0.0
+
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Make the ranks of all nodes write their stacks. Returns the ranks that did. Waits some seconds.
 

@@ -1,22 +1,12 @@
-"""The command line of torchrun, and the environment of the ranks. Pure."""
+"""What is to be launched, and torchrun's command line for it. Pure."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from rollback.config import Settings, settings_as_environment
-from rollback.environment import (
-    ENV_APART,
-    ENV_ATTEMPT,
-    ENV_HEARTBEATS,
-    ENV_PRELOAD,
-    ENV_REFUSAL,
-    ENV_RUN,
-    ENV_SUPERVISOR,
-    ENV_TORCHRUN,
-)
-from rollback.instructions import MODULE, Instructions, program
+from rollback.config import Settings
+from rollback.instructions import MODULE, program
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.torchrun.flags import names_a_rendezvous
 
 LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000"}
@@ -49,6 +39,31 @@ class LaunchedJob:
 
 
 @dataclass(frozen=True)
+class LaunchOptions:
+    paths: RunPaths
+    job: LaunchedJob
+    settings: Settings
+    restart_budget: int
+    """Restarts without progress."""
+    grace: float
+    """Seconds that the ranks have to stop and save when they are told to."""
+    hang: HangLimits
+    """How long the ranks may show no progress."""
+    node_timeout: float
+    """Seconds that the launch waits for missing nodes."""
+    spare_nodes: int
+    """Nodes that wait for the place of another one."""
+    replicas: int
+    """On how many hosts each snapshot is in memory, at most: 2 with a copy on another host."""
+    preload: bool
+    """Whether ranks are forked from a process that has imported torch (`rollback.agent.fork_server`)."""
+    expects_guard: bool
+    """Whether the launch is about a guard, so that the script must have one."""
+    fetches: bool = True
+    """Whether the run goes on from the ring's URL, where that has it."""
+
+
+@dataclass(frozen=True)
 class NodeGroup:
     """The nodes of an attempt, as their leader has gathered them."""
 
@@ -77,39 +92,6 @@ def torchrun_command(job: LaunchedJob, group: NodeGroup | None = None) -> list[s
         flags["standalone"] = True  # a free port, so that two jobs on one host do not collide
     options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
     return [*program(MODULE), *options, *job.other_flags, *job.runner, job.script, *job.arguments]
-
-
-def rank_environment(
-    environment: Mapping[str, str],
-    *,
-    run: Path,
-    attempt: int,
-    settings: Settings,
-    supervisor: str,
-    instructions: Instructions,
-    preload: bool = False,
-    heartbeats: str,
-    apart: bool = False,
-) -> dict[str, str]:
-    """The environment of torchrun, which passes it on to all ranks.
-
-    run: becomes absolute, since a script may change its working directory. supervisor: its name from `name_process`.
-    instructions: for torchrun's process. preload: ranks are forked from a process that has imported torch. heartbeats:
-    the path of the heartbeat board; empty: there is none. apart: every host has a run directory of its own.
-    """
-    return {
-        **LARGE_COPIES,
-        **environment,
-        ENV_RUN: str(run.absolute()),
-        ENV_ATTEMPT: str(attempt),
-        **settings_as_environment(settings),
-        ENV_SUPERVISOR: supervisor,
-        ENV_HEARTBEATS: heartbeats,
-        ENV_REFUSAL: instructions.refusal,
-        ENV_TORCHRUN: json.dumps(asdict(instructions)),
-        **({ENV_PRELOAD: "1"} if preload else {}),
-        **({ENV_APART: "1"} if apart else {}),
-    }
 
 
 def threads_of_ranks(job: LaunchedJob, environment: Mapping[str, str]) -> dict[str, str]:

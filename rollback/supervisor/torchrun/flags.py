@@ -1,8 +1,8 @@
 """torchrun's command line as a table, so that reading it costs no import of torch.
 
 Each row is one flag of `torch.distributed.run`; a test compares the table with torchrun's own parser. For a flag that
-is not in the table, `rollback.cli.command_line` asks the parser of the installed torchrun. A flag of the table that the
-installed torchrun does not have, torchrun refuses.
+is not in the table, `rollback.cli.options.spelling` asks the parser of the installed torchrun. A flag of the table that
+the installed torchrun does not have, torchrun refuses.
 """
 
 from collections.abc import Mapping

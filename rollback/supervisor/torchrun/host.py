@@ -1,6 +1,7 @@
 """Attempts on this host. When an attempt ends, every process of it is gone before anything else happens."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -8,14 +9,26 @@ import subprocess
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.config import Settings
-from rollback.environment import ENV_HOST, guard_mark
+from rollback.config import settings_as_environment
+from rollback.environment import (
+    ENV_APART,
+    ENV_ATTEMPT,
+    ENV_HEARTBEATS,
+    ENV_HOST,
+    ENV_PRELOAD,
+    ENV_REFUSAL,
+    ENV_RUN,
+    ENV_SUPERVISOR,
+    ENV_TORCHRUN,
+    guard_mark,
+)
 from rollback.instructions import Instructions
 from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
 from rollback.rundir.heartbeats import Heartbeat, read_heartbeats
@@ -27,9 +40,9 @@ from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, Refusal
 from rollback.supervisor.diagnosis.stacks import take_stacks
 from rollback.supervisor.last_snapshot import ask_for_last_snapshot, forget_last_snapshot, last_snapshot_on_host
 from rollback.supervisor.torchrun.command import (
-    LaunchedJob,
+    LARGE_COPIES,
+    LaunchOptions,
     NodeGroup,
-    rank_environment,
     threads_of_ranks,
     torchrun_command,
 )
@@ -187,43 +200,31 @@ class Running:
 class Host:
     """Runs attempts here, one at a time.
 
-    private: a directory outside the run for messages of ranks and torchrun. audience: gets the output of the ranks.
-    grace: seconds that the ranks have to stop. preload: ranks are forked from a process that has imported torch, and
-    the next attempt's process waits. node: the name of this node, where there are many. Call `close` at the end.
+    environment: the supervisor's. private: a directory outside the run for messages of ranks and torchrun. audience:
+    gets the output of the ranks. node: the name of this node, where there are many. Call `close` at the end.
     """
 
     def __init__(
-        self,
-        paths: RunPaths,
-        job: LaunchedJob,
-        settings: Settings,
-        environment: Mapping[str, str],
-        private: Path,
-        audience: Audience,
-        *,
-        grace: float,
-        expects_guard: bool = False,
-        preload: bool = False,
+        self, options: LaunchOptions, environment: Mapping[str, str], private: Path, audience: Audience,
         node: str | None = None,
-    ) -> None:
-        self._preload, self._node, self._grace = preload, node, grace
-        self._guarded, self._started = expects_guard, 0
+    ) -> None:  # fmt: skip
+        self._options, self._environment, self._private, self._node = options, environment, private, node
+        self._paths, self._job = options.paths, options.job
+        self._guarded, self._started = options.expects_guard, 0
         self._run_id = str(uuid.uuid4())
         self._standby = Standby()
         self._standby_of: int | None = None  # the attempt in which it was started
         self._meeting: Callable[[], list[psutil.Process]] | None = None
         self._board = board_if_possible()
-        self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
-        self._private = private
         self._refusal = private / "refusal.json"
         self._failures = private / "failures.json"
         self.output = Output(
             private,
-            paths.attempt_logs,
+            self._paths.attempt_logs,
             audience,
             lambda: self.guarded,
             # Not `Path.exists`, which raises where a disk fails: the thread that asks empties the ranks' pipes.
-            lambda attempt, rank: os.path.exists(paths.failure(attempt, rank)),
+            lambda attempt, rank: os.path.exists(self._paths.failure(attempt, rank)),
         )
         become_subreaper()
         self._before_us = descendants()
@@ -280,21 +281,27 @@ class Host:
                 reap(apart_from=[*others, *self._standby.waiting])
 
     def _rank_environment(self, attempt: int) -> dict[str, str]:
-        threads = threads_of_ranks(self._job, self._environment) if self._preload else {}
-        return rank_environment(
-            {**self._environment, **threads, ENV_HOST: THIS_HOST},
-            run=self._paths.root,
-            attempt=attempt,
-            settings=self._settings,
-            supervisor=name_process(os.getpid()),
-            instructions=Instructions(
-                os.getpid(), str(self._refusal), str(self._failures), str(guard_mark(self._refusal)), self._run_id,
-                self._started, self._grace,
-            ),
-            preload=self._preload,
-            heartbeats=self._board.path if self._board is not None else "",
-            apart=self._meeting is not None,
+        """The environment of torchrun, which passes it on to all ranks."""
+        options = self._options
+        instructions = Instructions(
+            os.getpid(), str(self._refusal), str(self._failures), str(guard_mark(self._refusal)), self._run_id,
+            self._started, options.grace,
         )  # fmt: skip
+        return {
+            **LARGE_COPIES,
+            **self._environment,
+            **(threads_of_ranks(self._job, self._environment) if options.preload else {}),
+            ENV_HOST: THIS_HOST,
+            ENV_RUN: str(self._paths.root.absolute()),  # a script may change its working directory
+            ENV_ATTEMPT: str(attempt),
+            **settings_as_environment(options.settings),
+            ENV_SUPERVISOR: name_process(os.getpid()),
+            ENV_HEARTBEATS: self._board.path if self._board is not None else "",
+            ENV_REFUSAL: instructions.refusal,
+            ENV_TORCHRUN: json.dumps(asdict(instructions)),
+            **({ENV_PRELOAD: "1"} if options.preload else {}),
+            **({ENV_APART: "1"} if self._meeting is not None else {}),
+        }
 
     def stay_apart(self, meeting: Callable[[], list[psutil.Process]]) -> None:
         """Every host has a run directory of its own. meeting: the process by which they meet; it outlives attempts."""
@@ -310,7 +317,7 @@ class Host:
 
         It is started once in an attempt: what has ended one (no memory, an import that fails) would end the next one.
         """
-        if self._preload and self._standby_of != attempt and not self._standby.waiting:
+        if self._options.preload and self._standby_of != attempt and not self._standby.waiting:
             self._standby_of = attempt
             self._standby.prepare(self._rank_environment(attempt))
 

@@ -138,13 +138,13 @@ class Output:
             return
         try:  # one number may be that of two attempts: who leads after a lost leader counts from an older record
             pipes = Path(tempfile.mkdtemp(prefix=f"pipes-{attempt}-", dir=self.private))
+            ends = [self._own_pipe("out"), self._own_pipe("err")]
         except OSError as error:
             self._complain(f"making pipes in {self.private}", error)
             yield AttemptOutput(job)
             return
         if not by_user:
             job = replace(job, flags={**job.flags, "logs-specs": LOGS_SPECS, "log-dir": str(pipes)})
-        ends = [self._own_pipe("out"), self._own_pipe("err")]
         over = threading.Event()
         pump = threading.Thread(target=self._pump, args=(pipes, over), name="rank output", daemon=True)
         start_thread(pump)
@@ -166,8 +166,8 @@ class Output:
         with self._lock:
             if self._kept:
                 return
-            self._kept = True
             self._close()
+            self._kept = True
             for attempt in range(1, self._attempt + 1):
                 before, folder = self.private / f"logs-{attempt}", self.folder_of(attempt)
                 if before.is_dir():
@@ -340,7 +340,8 @@ class Output:
     def _close(self) -> None:
         with self._lock:
             for file in self._files.values():
-                os.close(file)
+                with self._counting(f"writing the output of the ranks to {self._folder()}"):  # NFS says so only here
+                    os.close(file)
             self._files.clear()
 
 

@@ -36,17 +36,15 @@ class Standby:
     def prepare(self, environment: Mapping[str, str]) -> None:
         """Start the process; none waits. environment: the present attempt's; `take` gives the final one."""
         self.drop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._process = subprocess.Popen(
-                _LAUNCHER, env={**environment, ENV_STANDBY: str(theirs.fileno())}, pass_fds=[theirs.fileno()],
-                start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-            self._socket = ours
-        except OSError:  # no memory or processes left: the next attempt starts without
-            ours.close()
-        finally:
-            theirs.close()
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    _LAUNCHER, env={**environment, ENV_STANDBY: str(theirs.fileno())}, pass_fds=[theirs.fileno()],
+                    start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+        except OSError:  # no memory, processes or descriptors left: the next attempt starts without
+            self.drop()
 
     def take(
         self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
@@ -64,8 +62,9 @@ class Standby:
         if not ready:
             self.drop()
             return None
-        order = {"arguments": list(command[len(_LAUNCHER) :]), "environment": dict(environment), "folder": os.getcwd()}
+        arguments = list(command[len(_LAUNCHER) :])
         try:
+            order = {"arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}
             streams = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
             socket.send_fds(connection, [json.dumps(order).encode()], streams)
         except OSError:

@@ -28,7 +28,7 @@ from rollback.train.last_snapshot.writers import JudgedAhead
 from rollback.wording import gone_in_words
 
 _LIMIT = 1 << 20
-_REST = 1.0  # seconds, for the account
+_REST = 1.0  # seconds, for the result
 _LOOK = 0.02
 _HEARD = 0.8  # seconds in which a host that lives has heard the bell; who decides waits two for somebody to be there
 
@@ -44,7 +44,7 @@ def speak_for_host(paths: EndMarkPaths, noticed: float, deadline: float, lost_at
     if (job := _job_of(paths)) is None:
         return
     gone = [rank for rank in job.ranks if not end_marks.has_left(paths, rank)]
-    account = LastSnapshotResult(attempt=job.attempt, rank=job.own, reason=gone_in_words(gone))
+    result = LastSnapshotResult(attempt=job.attempt, rank=job.own, reason=gone_in_words(gone))
     with last_locks.busy(paths):
         try:
             with last_locks.alone(paths, deadline):
@@ -56,16 +56,16 @@ def speak_for_host(paths: EndMarkPaths, noticed: float, deadline: float, lost_at
                     told = {"why_not": str(error)}
                 except Exception as error:  # noqa: BLE001 - the record says why nothing was kept
                     told = {"why_not": f"{type(error).__name__}: {error}"}
-                write_result(paths, account.model_copy(update=told))
+                write_result(paths, result.model_copy(update=told))
         except TimeoutError as error:
-            write_result(paths, account.model_copy(update={"why_not": str(error)}))
+            write_result(paths, result.model_copy(update={"why_not": str(error)}))
 
 
 def _keep(
     paths: EndMarkPaths, job: HostsOfJob, gone: Sequence[int], noticed: float, deadline: float, lost_at: int | None
 ) -> dict[str, object]:
-    """Returns what the account tells of it."""
-    hosts = Hosts(job.place, job.keys, job.hosts, job.own)
+    """Returns what the result tells of it."""
+    hosts = Hosts(job)
     (hosts.ring if lost_at is None else hosts.speak_for)()
     exchange = Exchange(hosts, _judge_ahead, deadline - time.monotonic())
     seen = int(noticed * 1e9) if lost_at is None else lost_at
@@ -128,7 +128,7 @@ def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.E
 
 def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
     """Whether these marks are of a host of this attempt of which nobody answers. Raises StoreGone."""
-    of_this_job = (job.place, job.keys, [*job.hosts]) == (hosts.place, hosts.keys, hosts.hosts)
+    of_this_job = (job.place, job.keys, job.hosts) == (hosts.job.place, hosts.job.keys, hosts.hosts)
     of_another_host = job.own in hosts.hosts and job.own == min(job.ranks, default=None) and job.own != hosts.own
     left = all(end_marks.has_left(copied.marks, rank) for rank in job.ranks)
     return of_this_job and of_another_host and not left and not hosts.answers(job.own)

@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from datetime import timedelta
@@ -142,31 +142,31 @@ def place_of_store() -> tuple[str, int] | None:
 
 
 class HostsOfJob(BaseModel, frozen=True):
-    """What a rank of this host knows of the others: for who speaks here when no rank is left (`host_proxy`)."""
+    """What a rank of this host knows of the others, also for who speaks here when no rank is left (`host_proxy`)."""
 
     place: tuple[str, int]
+    """Where the store is."""
     keys: str
+    """What its keys begin with, which no other guard of this attempt uses."""
     hosts: tuple[int, ...]
+    """The first rank of each, in their order."""
     own: int
+    """That of this one."""
     ranks: tuple[int, ...]
     """Of this host."""
     attempt: int
 
 
 class Hosts:
-    """All hosts of the job, from a rank of one of them.
+    """All hosts of the job, from a rank of one of them. Any thread may call."""
 
-    keys: what the keys begin with, which no other guard of this attempt uses. hosts: the first rank of each. own: of
-    this one. Any thread may call.
-    """
-
-    def __init__(self, place: tuple[str, int], keys: str, hosts: Sequence[int], own: int) -> None:
-        self.place, self.keys, self.hosts, self.own = place, keys, sorted(hosts), own
-        self.pace = max(_POLL, len(hosts) / _ASKED)
+    def __init__(self, job: HostsOfJob) -> None:
+        self.job, self.hosts, self.own = job, job.hosts, job.own
+        self.pace = max(_POLL, len(job.hosts) / _ASKED)
         self._bell: threading.Thread | None = None
 
     def connect(self) -> HostStore:
-        return HostStore(self.place, self.keys)
+        return HostStore(self.job.place, self.job.keys)
 
     # The bell --------------------------------------------------------------------------------------------------------
 

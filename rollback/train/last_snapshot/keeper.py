@@ -132,8 +132,8 @@ class Keeper:
         self._gone: tuple[int, ...] = ()
 
     def keep(self) -> None:
-        """Keep the state of a step's end if it can be proved to be that, or wait for whoever is at it. Leaves an
-        account."""
+        """Keep the state of a step's end if it can be proved to be that, or wait for whoever is at it. Leaves a
+        result."""
         speaking = speaking_for_lost_hosts(self._hosts, self._tier, _AMONG_HOSTS)
         with contextlib.suppress(OSError), last_locks.busy(self._paths), speaking:
             self._keep_or_tell_why_not()
@@ -144,21 +144,21 @@ class Keeper:
         self._gone = tuple(self._peers.lost(self._bell == RANK_ENDS))
         # Where one is gone, what this rank has met follows from that.
         reason = gone_in_words(self._gone) if self._gone else self._reason
-        account = LastSnapshotResult(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)
+        result = LastSnapshotResult(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)
         try:
             if self._hosts is not None and self._bell != RANK_ENDS_ELSEWHERE:
                 self._hosts.ring()
-            account = self._keep(account)
+            result = self._keep(result)
         except (NotProved, NoAnswer) as error:
-            account = account.model_copy(update={"why_not": str(error)})
+            result = result.model_copy(update={"why_not": str(error)})
             if self._hosts is not None:
                 self._hosts.refuse(str(error))
         except Exception as error:  # noqa: BLE001 - the rank ends either way; the record says why nothing was kept
-            account = account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
-        if account.checkpoint is None:  # else it is written already
-            last_snapshot_result.write_result(self._paths, account)
+            result = result.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
+        if result.checkpoint is None:  # else it is written already
+            last_snapshot_result.write_result(self._paths, result)
 
-    def _keep(self, account: LastSnapshotResult) -> LastSnapshotResult:
+    def _keep(self, result: LastSnapshotResult) -> LastSnapshotResult:
         """Again, if this rank has come to another step's end meanwhile: it was behind the one that is gone."""
         while True:
             try:
@@ -166,14 +166,14 @@ class Keeper:
             except NotProved:
                 if self._hosts is None or not self._peers.all_ends(self._began, over=True):
                     raise
-                return self._keep_by_marks(self._hosts, account)
+                return self._keep_by_marks(self._hosts, result)
             try:
-                return self._keep_one(ends, account)
+                return self._keep_one(ends, result)
             except NotProved:
                 if self._standing.is_still(ends[0].standing) or time.monotonic() > self._began + _PATIENCE:
                     raise
 
-    def _keep_one(self, ends: Sequence[CommonEnd], account: LastSnapshotResult) -> LastSnapshotResult:
+    def _keep_one(self, ends: Sequence[CommonEnd], result: LastSnapshotResult) -> LastSnapshotResult:
         """Keep the state of the first of these ends; of several hosts, of that one which all have."""
         told = time.monotonic()
         ends = self._standing.still_intact(ends, self._read)
@@ -185,14 +185,14 @@ class Keeper:
         wait = max(_LEAST_WAIT, 3 * (time.monotonic() - told))
         with last_locks.alone(self._paths, self._began + _PATIENCE):
             if self._another_has_kept():
-                return account
+                return result
             self._peers.require_same(first.end, digest, time.monotonic() + wait)
             writers = {each.standing.end: self._writer_of(each, digests) for each in ends}
             if self._hosts is None:
                 judged_ahead = self._judge_ahead(ends[0].marks.sent)
                 writer = writers[first.end]
                 manifest, tier = writer.write_alone(judged_ahead.sentinel)
-                return self._tell(account, manifest, writer.metrics(judged_ahead), tier=tier)
+                return self._tell(result, manifest, writer.metrics(judged_ahead), tier=tier)
             exchange = self._exchange(self._hosts)
             here = {standing.end: marks for standing, marks in ends}
             plan, manifest = keep_together(
@@ -202,18 +202,18 @@ class Keeper:
             )  # fmt: skip
             kept = writers.get(plan.at)
             metrics = kept.metrics(exchange.judged_ahead) if kept is not None else plan.metrics
-            return self._tell(account, manifest, metrics, plan.gone)
+            return self._tell(result, manifest, metrics, plan.gone)
 
-    def _keep_by_marks(self, hosts: Hosts, account: LastSnapshotResult) -> LastSnapshotResult:
+    def _keep_by_marks(self, hosts: Hosts, result: LastSnapshotResult) -> LastSnapshotResult:
         """No rank of this host stands at these ends. Those of other hosts may, and lack nothing but these marks."""
         with last_locks.alone(self._paths, self._began + _PATIENCE):
             if self._another_has_kept():
-                return account
+                return result
             plan, manifest = keep_together(
                 self._exchange(hosts), self._tier, self._run.ranks.on_this_host, self._gone,
                 lambda late: self._peers.all_ends(self._began, over=True),
             )  # fmt: skip
-            return self._tell(account, manifest, plan.metrics, plan.gone)
+            return self._tell(result, manifest, plan.metrics, plan.gone)
 
     def _exchange(self, hosts: Hosts) -> Exchange:
         return Exchange(hosts, self._judge_ahead, self._began + _AMONG_HOSTS - time.monotonic())
@@ -222,18 +222,18 @@ class Keeper:
         return any(other.checkpoint for other in last_snapshot_result.read_results(self._paths, self._run.attempt))
 
     def _tell(
-        self, account: LastSnapshotResult, manifest: Manifest, metrics: Sequence[str],
+        self, result: LastSnapshotResult, manifest: Manifest, metrics: Sequence[str],
         gone: Sequence[int] = (), tier: Tier = "fast",
     ) -> LastSnapshotResult:  # fmt: skip
         """Before another rank is let in. metrics: the newest lines. gone: as all hosts know of them."""
         told = {
             "checkpoint": manifest.name, "step": manifest.step, "tier": tier, "metrics": tuple(metrics),
             "seconds": round(time.monotonic() - self._began, 4),
-            "reason": gone_in_words(gone) if gone else account.reason,
+            "reason": gone_in_words(gone) if gone else result.reason,
         }  # fmt: skip
-        account = account.model_copy(update=told)
-        last_snapshot_result.write_result(self._paths, account)
-        return account
+        result = result.model_copy(update=told)
+        last_snapshot_result.write_result(self._paths, result)
+        return result
 
     def _writer_of(self, common: CommonEnd, digests: dict[str, bytes]) -> StateWriter:
         standing = common.standing

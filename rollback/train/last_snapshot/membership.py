@@ -109,9 +109,10 @@ def _why_not(run: AttachedRun, state: TrainingState) -> str | None:
 def _meet_hosts(run: AttachedRun, paths: EndMarkPaths) -> Hosts | str:
     ranks, place, why = run.ranks, place_of_store(), None
     assert place is not None
-    keys = ranks.from_first(f"rollback-last/{uuid.uuid4()}")
-    firsts = sorted({*ranks.from_each(ranks.on_this_host[0])})
-    hosts = Hosts(place, keys, firsts, ranks.on_this_host[0])
+    here, keys = tuple(ranks.on_this_host), ranks.from_first(f"rollback-last/{uuid.uuid4()}")
+    firsts = tuple(sorted({*ranks.from_each(here[0])}))
+    job = HostsOfJob(place=place, keys=keys, hosts=firsts, own=here[0], ranks=here, attempt=run.attempt)
+    hosts = Hosts(job)
 
     def rung() -> None:
         for rank in ranks.on_this_host:
@@ -119,9 +120,7 @@ def _meet_hosts(run: AttachedRun, paths: EndMarkPaths) -> Hosts | str:
 
     try:
         if ranks.first_of_host:
-            here = tuple(ranks.on_this_host)
-            told = HostsOfJob(place=place, keys=keys, hosts=tuple(firsts), own=here[0], ranks=here, attempt=run.attempt)
-            write_file(paths.hosts, told.model_dump_json().encode(), durable=False)
+            write_file(paths.hosts, job.model_dump_json().encode(), durable=False)
             hosts.wait_for_bell(rung, lambda text: note_stopped(run, text))
     except (StoreGone, OSError, RollbackError) as error:
         why = message_of(error)

@@ -36,7 +36,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.requested = self._leaving = False
+        self.requested = self._leaving = self._told_to_end = False
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
@@ -62,6 +62,13 @@ class StopRequest:
             self._leaving = True  # who hangs on its way out is killed when the grace is over
             atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the interpreter puts the default in place
 
+    def heed(self) -> None:
+        """The script has failed, and its guard is closed: if torchrun has told this rank to end meanwhile, as it tells
+        all when one has failed, it ends as it would without a guard. The next attempt waits for it, and the larger the
+        state, the longer an interpreter takes to be taken down."""
+        if self._told_to_end and supervised() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def _give_back(self, number: int) -> None:
         if signal.getsignal(number) == self._note:
             signal.signal(number, self._before[number] or signal.SIG_DFL)
@@ -74,6 +81,7 @@ class StopRequest:
         if self._leaving and number == signal.SIGTERM:
             return
         self.requested = True
+        self._told_to_end |= number == signal.SIGTERM
         if number == signal.SIGTERM and callable(self._before[number]):
             self._before[number](number, frame)
         elif number == signal.SIGINT:

@@ -13,14 +13,15 @@ import pytest
 import typer
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous, utils
 from torch.distributed.run import get_args_parser
 
 from rollback.agent import entry
 from rollback.agent.entry import describe
 from rollback.agent.overrides import WrongUse, check_configuration, method_name, read_arguments
-from rollback.cli import app, command_line
-from rollback.cli.command_line import flags_of, spell_out
+from rollback.cli import app
+from rollback.cli.options import spelling
+from rollback.cli.options.spelling import flags_of, spell_out
 from rollback.config import Settings
 from rollback.errors import ScriptRefused, UsageError
 from rollback.supervisor.diagnosis.outcome import Failures, Refusal
@@ -155,13 +156,13 @@ def test_words_behind_the_script_are_its_own() -> None:
 
 
 def test_a_flag_that_only_the_installed_torchrun_knows_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_line, "FLAGS", tuple(f for f in FLAGS if f.name not in ("role", "standalone")))
+    monkeypatch.setattr(spelling, "FLAGS", tuple(f for f in FLAGS if f.name not in ("role", "standalone")))
     options = {"--nproc-per-node": True}
     words = ["--role", "trainer", "--standalone", "--nproc_per_node", "2", "train.py"]
-    monkeypatch.setattr(command_line, "in_full", lambda name: name)
+    monkeypatch.setattr(spelling, "in_full", lambda name: name)
     handed = ["--torchrun-flag=--role=trainer", "--torchrun-flag=--standalone", "--nproc-per-node=2", "train.py"]
-    assert spell_out(words, options, command_line.ask_torchrun) == handed
-    assert command_line.ask_torchrun("--no-such-flag") is None
+    assert spell_out(words, options, spelling.ask_torchrun) == handed
+    assert spelling.ask_torchrun("--no-such-flag") is None
 
 
 class TestWrongUse:
@@ -236,6 +237,21 @@ def failure(rank: int, exitcode: int, *, at: int, error_file: str = "") -> Proce
     found = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=error_file)
     found.timestamp = at
     return found
+
+
+@pytest.mark.parametrize(
+    ("words", "waits"), [(["--standalone"], [1.0]), (["--nnodes=2", "--rdzv-backend=c10d"], [0.25, 1.0])]
+)
+def test_a_node_without_others_comes_to_the_rendezvous_at_once(
+    words: list[str], waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", utils._delay)
+    monkeypatch.setattr("time.sleep", slept.append)
+    read_arguments([*words, "x.py"], "id")
+    for seconds in ((0.25, 0.25), 1.0):
+        dynamic_rendezvous._delay(seconds=seconds)
+    assert slept == waits
 
 
 def test_the_first_failure_comes_first_and_ranks_that_torchrun_ended_come_last() -> None:

@@ -1,11 +1,14 @@
 """`rollback backtest`: every kind of log, guessed columns, the documented JSON, and errors for the reader."""
 
 import csv
+import io
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,11 @@ from rollback.backtest.steps import counted_on
 from rollback.backtest.table import read_table
 from rollback.backtest.text import describe
 from rollback.cli import main
-from rollback.config import Settings
-from rollback.errors import OutputNotWritten, UsageError
+from rollback.config import FIRST_PACE, Settings
+from rollback.errors import OutputNotWritten, RollbackError, UsageError
 from rollback.facts.fact import Window
 from rollback.sentinel import Hint
+from rollback.terminal.extras import require_extra
 
 DATA = Path(__file__).parents[1] / "data"
 LOSSES = raised(descent(200), 150, 3.0)
@@ -225,6 +229,16 @@ def test_event_files_need_tensorboard_and_the_error_says_how_to_get_it(monkeypat
     assert refused.value.hint == "pip install 'torch-rollback[tensorboard]'"
 
 
+def test_an_extra_that_what_it_needs_keeps_from_being_imported_is_told_of_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TensorBoard beside another version of protobuf, which raises a TypeError."""
+    (tmp_path / "made_for_another.py").write_text("raise TypeError('Descriptors cannot be created directly')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"needs it, which cannot be imported \(Descriptors cannot be"):
+        require_extra("made_for_another", "this needs it", "tensorboard")
+
+
 def _checksum(data: bytes) -> bytes:
     return int(masked_crc32c(data)).to_bytes(4, "little")
 
@@ -232,6 +246,16 @@ def _checksum(data: bytes) -> bytes:
 def _record(data: bytes) -> bytes:
     head = len(data).to_bytes(8, "little")
     return head + _checksum(head) + data + _checksum(data)
+
+
+def _zipped(name: str, *, encrypted: bool = False) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(name, "<x/>")
+    whole = bytearray(content.getvalue())
+    for flags in (6, whole.index(b"PK\x01\x02") + 8):
+        whole[flags] |= encrypted
+    return bytes(whole)
 
 
 def test_numpy_archives_but_no_pickles_in_them(tmp_path: Path) -> None:
@@ -517,6 +541,14 @@ def test_the_plan_knows_how_a_full_ring_is_thinned(tmp_path: Path) -> None:
     assert found.plan[0].step == 1640
 
 
+def test_a_column_that_counts_tokens_has_a_plan_at_once(tmp_path: Path) -> None:
+    with_nan = [loss if row != 150 else math.nan for row, loss in enumerate(descent(200))]
+    log = write_csv(tmp_path / "log.csv", {"tokens": [10**9 * n for n in range(200)], "loss": with_nan})
+    (planned,) = replay(log, Overrides(step="tokens"), Settings(max_skipped="100%")).plan
+    assert planned.step is not None
+    assert 150 * 10**9 - 2 * FIRST_PACE <= planned.step < 150 * 10**9
+
+
 def test_text_names_every_call_and_fits_the_terminal(tmp_path: Path, run: Run) -> None:
     log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES})
     code, out, err = run(log)
@@ -539,9 +571,12 @@ def test_a_log_that_is_constant_or_all_nan_or_of_all_magnitudes_can_be_drawn(tmp
     [
         (b"", "is empty"),
         (b"  \n\n", "is empty"),
+        (b",,,\n", "is empty"),
         (b"step,acc\n1,0.5\n2,0.6\n", "no column that looks like a loss"),
         (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a binary file"),
         (b"PK\x03\x04 but no archive", "no NumPy archive"),
+        (_zipped("[Content_Types].xml"), "no NumPy archive of plain numbers: [Content_Types].xml in it is no array"),
+        (_zipped("a.npy", encrypted=True), "no NumPy archive"),
         (b"\xff\xfe\xfd step", "is not text"),
         (b"step,loss\n1,2.5\n2,high\n", "holds 'high' in record 2"),
         (b"step,loss\n1,2.5,7\n", "row 2 has 3 cells"),
@@ -609,6 +644,9 @@ def test_a_pool_of_processes_gives_what_one_gives(tmp_path: Path, monkeypatch: p
     ]
     assert pooled == alone
     assert len(alone) == 6
+    monkeypatch.setattr("rollback.backtest.replay.replay", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RollbackError, match="was killed, most likely for want of memory"):
+        list(replay_all(logs, Overrides(), Settings()))
 
 
 def test_a_picture_is_drawn_or_matplotlib_is_asked_for(
@@ -631,6 +669,8 @@ def test_a_picture_of_a_log(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="cannot be drawn"):
         draw(replay(log, Overrides(), Settings()), tmp_path / "out.nonsense")
+    wide = write_csv(tmp_path / "wide.csv", {"step": range(4), "loss": [1e308, -1e308, math.nan, 1e308]})
+    draw(replay(wide, Overrides(), Settings()), tmp_path / "wide.png")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -19,7 +19,7 @@ import rollback
 from recorded_run import RecordedRun
 from rollback import cli
 from rollback.cli.launch import closing_line
-from rollback.cli.settings import read_settings
+from rollback.cli.options.settings import read_settings
 from rollback.config import PresetName, Settings
 from rollback.errors import ExitCode, RunDirectoryError, ScriptRefused, UsageError
 from rollback.facts.training import AttemptStarted, SampleQuarantine, SkipAdded, Window
@@ -27,11 +27,11 @@ from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 from rollback.rundir.seal import ENV_SEAL
-from rollback.supervisor.attempts import LaunchOptions
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.preflight import default_run, require_script
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.flags import FLAGS
 from rollback.terminal.messages import printable, printable_lines
 
@@ -235,7 +235,7 @@ class TestAnswersThatCannotBeWritten:
         return told.returncode, told.stderr
 
     @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-    @pytest.mark.parametrize("words", ANSWERS)
+    @pytest.mark.parametrize("words", [*ANSWERS, "status run --watch"])
     @pytest.mark.usefixtures("recorded")
     def test_an_answer_to_a_full_disk_is_one_error_in_words(self, words: str) -> None:
         with FULL.open("w") as full:
@@ -284,7 +284,7 @@ class TestAnswersThatCannotBeWritten:
         assert "\x7f" not in told.stdout
         assert (answer.get("directory") or answer["run"]["directory"]) == str(odd)
 
-    @pytest.mark.parametrize("words", by_default(ANSWERS, *EACH_WAY))
+    @pytest.mark.parametrize("words", [*by_default(ANSWERS, *EACH_WAY), "status run --watch"])
     @pytest.mark.usefixtures("recorded")
     def test_a_reader_that_has_gone_away_has_had_enough(self, words: str) -> None:
         """`| head -1`, under `set -o pipefail` or with the exit code looked at."""

@@ -13,7 +13,7 @@ from checkpoints import write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
 from rollback.cli import app
-from rollback.cli.windows import parse_size
+from rollback.cli.options.values import parse_size
 from rollback.doctor import machine, storage
 from rollback.doctor.examine import examine
 from rollback.doctor.findings import DoctorReport, size
@@ -226,6 +226,8 @@ def test_memory_is_asked_for_what_the_ranks_of_this_host_store(tmp_path: Path) -
 def test_what_a_run_directory_tells_need_not_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / "run", monkeypatch, world_size=3)
     assert examine(run.paths.root, grace=60.0).ranks == 3
+    run.paths.fast_pointer.write_text('{"hosts": 2}')
+    assert examine(run.paths.root, grace=60.0).ranks == 2
     run.paths.identity.write_text("{")
     report = examine(run.paths.root, grace=60.0)
     assert [finding.topic for finding in report.findings if finding.level == "fail"] == ["run"]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, incident, rollback_plan
 from rollback.cli import app
-from rollback.cli.launch_options import as_arguments
+from rollback.cli.options.parameters import as_arguments
 from rollback.config import Settings, settings_from
 from rollback.drill import drill as drilling
 from rollback.drill.faults import FAULTS, PlannedFault
@@ -258,8 +258,10 @@ def test_the_real_run_s_ring_is_not_written_to_whoever_names_it(
     monkeypatch.chdir(tmp_path)
     Path("x.py").touch()
     runner = CliRunner()
-    runner.invoke(app, ["drill", "--nproc", "2", "--keep", "4", "x.py", "--ring", "the script's own"])
-    assert asked[0].stage._flags == ["--keep=4", "--nproc-per-node=2", "--ring="]
+    own = ["--nproc", "2", "--keep", "4", "--secret-args", "sid", "--no-preload"]
+    runner.invoke(app, ["drill", *own, "x.py", "--ring", "the script's own"])
+    handed_on = ["--secret-args=sid", "--no-preload", "--keep=4", "--nproc-per-node=2", "--ring="]
+    assert asked[0].stage._flags == handed_on
     assert asked[0].stage._job == ["x.py", "--ring", "the script's own"]
     environment = {ENV_SETTINGS: Settings(ring="").model_dump_json(exclude_unset=True)}
     assert settings_from({"ring": "s3://bucket/runs"}, environment).ring is None

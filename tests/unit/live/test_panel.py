@@ -29,7 +29,9 @@ from rollback.facts.training import (
     PassedOver,
     RestartScheduled,
     Restored,
+    Stopped,
 )
+from rollback.inspect.status import status as statuses
 from rollback.inspect.status.report import RunStatus
 from rollback.inspect.status.status import StatusReader, read_status
 from rollback.live.fact_lines import line_of
@@ -271,6 +273,33 @@ def test_a_run_that_is_begun_anew_under_the_eyes_of_a_watcher(run: RecordedRun) 
     assert view.fault is None
 
 
+def test_a_fault_on_the_way_is_told_once_and_what_was_told_is_not_told_again(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.tell(36, AttemptStarted(command=("torchrun",), host="node1", pid=1))
+    journal = run.paths.train_journal
+    content = journal.read_bytes()
+
+    def away() -> None:
+        journal.unlink()
+
+    def back_again() -> None:
+        journal.write_bytes(content)
+
+    def end() -> None:
+        run.tell(40, Stopped(reason="structural", step=36, batch=72, checkpoint=None, account="enough"))
+        monkeypatch.setattr(statuses, "is_alive", lambda *_: "no")
+
+    happens = iter([away, lambda: None, back_again, end])
+    monkeypatch.setattr(time, "sleep", lambda _: next(happens)())
+    out = io.StringIO()
+    watch_lines(run.paths.root, out)
+    first, fault, *others = out.getvalue().splitlines()
+    assert first.startswith("running")
+    assert fault.startswith("what is shown is as it was last: reading the journal")
+    assert [line.partition("  ")[2] for line in others[:-1]] == ["stopped at step 36: enough"]
+
+
 def test_facts_become_lines_and_a_watch_in_lines_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,11 +357,11 @@ def test_what_is_printed_stands_above_the_panel(run: RecordedRun, monkeypatch: p
     file = Terminal()
     console = Console(file=file, width=80, force_terminal=True, color_system=None)
     with PanelScreen(line_for, run.paths.root, console) as screen:
-        screen.show("out", b"first line\nsecond")
+        screen.show("out", b"first line\nsecond \xc2")
         screen.say("said")
-        screen.show("out", b" half\n")
+        screen.show("out", b"\xbd half\n")
     shown = file.getvalue()
-    assert shown.index("first line") < shown.index("second half") < shown.rindex("╭")
+    assert shown.index("first line") < shown.index("second ½ half") < shown.rindex("╭")
     assert "rollback: said" in shown
     assert "2 good, 1 on probation" in shown
 

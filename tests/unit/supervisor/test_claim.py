@@ -1,5 +1,6 @@
 """The run directory before the first attempt: what is refused, and that nothing on disk changes by it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.claim import Claim, claim_or_private, read_past
+from rollback.system import files
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
@@ -208,6 +210,25 @@ def test_a_claim_that_is_undone_restores_the_record_of_a_dead_holder(tmp_path: P
     before = tree(tmp_path)
     Claim(paths).undo()
     assert tree(tmp_path) == before
+
+
+def test_what_a_job_is_refused_for_is_told_also_where_the_disk_does_not_take_the_record_of_a_dead_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`undo` is called while the refusal is on its way to who reads it."""
+
+    def full(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    paths = RunPaths(tmp_path / "run")
+    write_past(paths)
+    paths.holder.write_bytes(b'{"pid": 1}')
+    claim = Claim(paths)
+    monkeypatch.setattr(files, "open_file", full)
+    monkeypatch.setattr(files, "unlink", full)
+    claim.undo()
+    monkeypatch.undo()
+    Claim(paths).release()
 
 
 def test_a_directory_can_be_claimed_again_after_a_claim_was_undone(tmp_path: Path) -> None:

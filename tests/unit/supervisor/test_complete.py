@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import launched
 
 from recorded_run import RecordedRun
 from rollback.facts.training import AttemptStarted, Finished, RunEnded
@@ -52,7 +53,7 @@ class Bucket:
         self.own.root.mkdir()
 
     def nothing_left(self, begun: int = LAST) -> str | None:
-        return nothing_left_at(self.store, self.own, begun, self.job, print)
+        return nothing_left_at(self.store, launched(self.own, self.job), begun, print)
 
 
 @pytest.fixture

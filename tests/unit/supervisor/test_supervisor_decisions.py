@@ -5,10 +5,12 @@ import errno
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +20,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launched import launched
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, JournalDamaged, RefusalKind, ScriptRefused
+from rollback.errors import ExitCode, JournalDamaged, RefusalKind, ScriptRefused, UsageError
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -29,15 +32,19 @@ from rollback.facts.training import (
     Finished,
     JournalEntry,
     LastSaveFailed,
+    Signalled,
     Stopped,
 )
-from rollback.instructions import Instructions, program
+from rollback.instructions import program
+from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
+from rollback.supervisor.claim import Claim
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
 from rollback.supervisor.diagnosis.first_cause import FirstCause
+from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import (
     AttemptEnding,
     AttemptEvidence,
@@ -48,11 +55,18 @@ from rollback.supervisor.diagnosis.outcome import (
     ending,
     reason_of,
 )
+from rollback.supervisor.hang_watch import HangWatcher
 from rollback.supervisor.journal import SupervisorJournal
+from rollback.supervisor.nodes.membership import membership, place_among_nodes
 from rollback.supervisor.nodes.nodes import Nodes
+from rollback.supervisor.preflight import require_files
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import _private_directory
-from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
+from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, torchrun_command
+from rollback.supervisor.torchrun.host import Host, Running
+from rollback.supervisor.torchrun.processes import THIS_HOST
+from rollback.system import files
+from rollback.system.processes import name_process
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
@@ -88,6 +102,24 @@ def evidence(
     )
 
 
+@pytest.mark.parametrize(
+    ("ranks", "soft", "hard", "do"),
+    [
+        ("2", 24, resource.RLIM_INFINITY, "ulimit -n 4096"),
+        ("2", 24, 256, "ulimit -n 256"),  # more is not to be had
+        ("2", 24, 24, "have the hard limit raised, which is 24, then: ulimit -n 4096"),
+        ("2000", 4096, 1 << 20, "ulimit -n 8032"),  # which 4096 are too few for
+    ],
+)
+def test_what_is_to_be_done_about_a_low_limit_of_open_files_can_be_done_and_is_enough(
+    ranks: str, soft: int, hard: int, do: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    with pytest.raises(UsageError) as refused:
+        require_files({"nproc-per-node": ranks})
+    assert refused.value.hint == do
+
+
 def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Path) -> None:
     paths, nodes = RunPaths(tmp_path), Nodes()
     order, output = SimpleNamespace(paths=paths), SimpleNamespace(keep=lambda: None)
@@ -109,6 +141,63 @@ def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Pa
         attempts._look_at_journal(3, attached=False)
     own_journal.close()
     journal.close()
+
+
+def fails_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the disk of a file server that is away for a moment."""
+
+    def failing(name: str) -> Callable[..., Any]:
+        call = getattr(os, name)
+
+        def fail(path: Any = ".", *args: Any, **more: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and str(path).startswith(str(root)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return call(path, *args, **more)
+
+        return fail
+
+    for name in ("stat", "open", "scandir", "listdir"):
+        monkeypatch.setattr(os, name, failing(name))
+
+
+def test_what_is_looked_at_while_an_attempt_runs_may_be_on_a_disk_that_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the watch over an attempt raises ends its ranks."""
+    paths = RunPaths(tmp_path / "run")
+    claim = Claim(paths)
+    for directory in (paths.ranks, paths.failures(1), paths.nodes):
+        directory.mkdir(parents=True)
+    running = Running(paths, 1, (), SimpleNamespace(pid=0), None, None)  # type: ignore[arg-type]
+    fails_at(paths.root, monkeypatch)
+    assert (running.beats(), running.look()) == ({}, {})
+    assert HangWatcher(paths, HangLimits(after=0.0), running, Nodes()).look() is not None
+    assert read_all_heartbeats(paths) == {}
+    claim.keep()
+    monkeypatch.undo()
+    claim.release()
+
+
+def test_what_the_disk_refuses_at_the_end_of_a_launch_is_not_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stand in the place of what is told then, and of its exit code."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    paths = RunPaths(tmp_path / "run")
+    place = place_among_nodes({"nnodes": "2", "node-rank": "0", "local-addr": "127.0.0.1"})
+    assert place is not None
+    own_journal = SupervisorJournal(paths, print)
+    own_journal.open()
+    own_journal.note(Signalled(signal="SIGTERM"))
+    with monkeypatch.context() as patched, membership(paths, place):
+        patched.setattr(files, "unlink", refused)
+        patched.setattr(Journal, "close", refused)
+        own_journal.close()
+    with membership(paths, place):  # it is free
+        assert not own_journal.opened
 
 
 @pytest.mark.parametrize("lacking", [True, False])
@@ -450,26 +539,22 @@ class TestCommand:
         assert command[-3:] == ["--brand-new=1", "train.py", "-x"]
 
     def test_ranks_learn_only_the_settings_that_were_given(self) -> None:
-        found = rank_environment(
-            {"HOME": "/root", "ROLLBACK_ATTEMPT": "77"},
-            run=Path("runs/x"),
-            attempt=4,
-            settings=Settings(rewind=7),
-            supervisor="12:3.5",
-            instructions=Instructions(12, "/p/refusal", "/p/failures", "/p/guard", "id", 3, 60.0),
-            heartbeats="/proc/12/fd/5",
-        )
+        options = launched(RunPaths(Path("runs/x")), LaunchedJob({}, "train.py", []), settings=Settings(rewind=7))
+        environment = {"HOME": "/root", "ROLLBACK_ATTEMPT": "77"}
+        with contextlib.closing(Host(options, environment, Path("/p"), SimpleNamespace())) as host:  # type: ignore[arg-type]
+            found = host._rank_environment(4)
         told = json.loads(found.pop("ROLLBACK_TORCHRUN"))
-        assert (told["supervisor"], told["failures"], told["restarts"]) == (12, "/p/failures", 3)
+        assert (told["supervisor"], told["failures"], told["restarts"]) == (os.getpid(), "/p/failures.json", 0)
+        assert found.pop("ROLLBACK_HEARTBEATS").startswith(f"/proc/{os.getpid()}/fd/")
         assert found == {
             "HOME": "/root",
             "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000",
+            "ROLLBACK_HOST": THIS_HOST,
             "ROLLBACK_RUN": str(Path.cwd() / "runs/x"),
             "ROLLBACK_ATTEMPT": "4",
-            "ROLLBACK_HEARTBEATS": "/proc/12/fd/5",
             "ROLLBACK_SETTINGS": '{"rewind":7}',
-            "ROLLBACK_SUPERVISOR": "12:3.5",
-            "ROLLBACK_REFUSAL": "/p/refusal",
+            "ROLLBACK_SUPERVISOR": name_process(os.getpid()),
+            "ROLLBACK_REFUSAL": "/p/refusal.json",
         }
 
 

@@ -137,6 +137,16 @@ def test_ranks_whose_threads_do_not_run_are_mute_unless_all_are() -> None:
     assert found.mute == frozenset()
 
 
+def test_a_rank_of_which_another_host_tells_every_few_seconds_is_not_mute_in_between() -> None:
+    """Else a hang would be laid to a healthy rank: that something holds its interpreter lock."""
+    detector, found = HangDetector(HangLimits(24.0), began=0.0, lag=5.0), None
+    for now in range(40):
+        told = now - now % 5
+        found = found or detector.look(now, {0: beat(3, looked=now), 1: beat(3, looked=told), 2: beat(3)})
+    assert found is not None
+    assert found.mute == {2}
+
+
 @given(st.lists(st.tuples(st.floats(0.1, 4.0), st.booleans(), st.integers(0, 2)), min_size=1))
 def test_nothing_is_called_before_the_limit(looks: list[tuple[float, bool, int]]) -> None:
     detector, now, moved, step = HangDetector(HangLimits(30.0), began=0.0), 0.0, 0.0, 0

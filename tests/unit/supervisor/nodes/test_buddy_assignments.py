@@ -30,7 +30,7 @@ from rollback.supervisor.nodes.buddy_assignments import BuddyAssignments, addres
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
-from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
+from rollback.supervisor.nodes.membership import NodePlace, OwnNode, place_among_nodes
 from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 
 SOON = 20.0
@@ -79,7 +79,7 @@ def test_nodes_that_share_a_host_keep_no_copies(members: dict[str, tuple[str, st
 def test_the_secret_is_new_at_each_gathering_and_a_record_says_what_may_be_brought_back(
     paths: RunPaths, buddy: Buddy
 ) -> None:
-    assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
+    assignments = BuddyAssignments(OwnNode(paths, place(), print, buddy=buddy), lambda fact: None)
     first, second = assignments.get_ready(), assignments.get_ready()
     assert first is not None
     assert second is not None
@@ -102,7 +102,7 @@ def test_the_secret_is_new_at_each_gathering_and_a_record_says_what_may_be_broug
 
 def test_without_replicas_there_is_nothing(paths: RunPaths) -> None:
     noted: list[Fact] = []
-    assignments = BuddyAssignments(paths, place(), None, noted.append, lambda line: None)
+    assignments = BuddyAssignments(OwnNode(paths, place(), print), noted.append)
     assert assignments.get_ready() is None
     assert assignments.arrange(None, ("node-0", "node-1"), [report()]) is None
     assignments.begin(0, None, lambda: False)
@@ -113,7 +113,7 @@ def test_without_replicas_there_is_nothing(paths: RunPaths) -> None:
 
 def test_a_reason_is_journalled_when_it_comes_and_when_it_goes(paths: RunPaths, buddy: Buddy) -> None:
     noted: list[Fact] = []
-    assignments = BuddyAssignments(paths, place(), buddy, noted.append, lambda line: None)
+    assignments = BuddyAssignments(OwnNode(paths, place(), print, buddy=buddy), noted.append)
     for reason in (None, "no room", "no room", None, None):
         assignments.look(
             3, [report(attempt=3, uncopied=reason), report(2, attempt=2, uncopied="of an earlier attempt"), None]
@@ -131,7 +131,7 @@ def test_a_part_is_journalled_once_and_in_the_attempt_that_it_came_for(
     noted: list[Fact] = []
     own = BROUGHT.model_copy(update={"node": "node-0"})
     monkeypatch.setattr(buddy, "begin", lambda seat, buddies, given_up: own)
-    assignments = BuddyAssignments(paths, place(), buddy, noted.append, lambda line: None)
+    assignments = BuddyAssignments(OwnNode(paths, place(), print, buddy=buddy), noted.append)
     assignments.begin(0, None, lambda: False)
     assert noted == [], "the attempt has not begun on the record"
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_nodes_know_the_secret_before_any_of_them_starts_and_nobody_does_behind_
     paths: RunPaths, buddy: Buddy
 ) -> None:
     meeting = SharedMeeting(paths, 2)
-    leader = Leader(paths, place(), lambda line: None, meeting, buddy=buddy)
+    leader = Leader(OwnNode(paths, place(), print, buddy=buddy), meeting)
     seen: list[Buddies | None] = []
 
     def look() -> bool:
@@ -221,7 +221,7 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
         apart=False, transport=SharedDirectory(paths.nodes), is_led_by=lambda orders: True, is_leaderless=lambda: False
     )
     signals = SimpleNamespace(received=[], take=list, insistent=False)
-    follower = Follower(paths, own, host, 1.0, signals, lambda line: None, meeting, buddy=buddy)  # type: ignore[arg-type]
+    follower = Follower(OwnNode(paths, own, print, buddy=buddy), host, 1.0, signals, meeting)  # type: ignore[arg-type]
     thread = threading.Thread(target=follower.follow, daemon=True)
     thread.start()
     try:
@@ -310,7 +310,7 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     journal = Journal(paths.train_journal, 1)
     journal.append(NoLastSnapshot(reason="a test"))
     journal.close()
-    assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
+    assignments = BuddyAssignments(OwnNode(paths, place(), print, buddy=buddy), lambda fact: None)
     arranged = assignments.arrange(assignments.get_ready(), ("node-0", "node-1"), [report()])
     assert arranged is not None
     assert arranged.wanted == (kept.name,)
@@ -338,7 +338,7 @@ def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_
     journal = Journal(paths.train_journal, 3)
     journal.append(NoLastSnapshot(reason="a test"))
     journal.close()
-    assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
+    assignments = BuddyAssignments(OwnNode(paths, place(), print, buddy=buddy), lambda fact: None)
 
     def wanted(*kept: LastSnapshotResult | None) -> tuple[str, ...]:
         reports = [report(kept=each) for each in kept]

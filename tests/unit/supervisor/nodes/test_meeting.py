@@ -29,7 +29,7 @@ from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.nodes import meeting, record_files
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
-from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
+from rollback.supervisor.nodes.membership import NodePlace, OwnNode, place_among_nodes
 from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 from rollback.supervisor.nodes.record_files import RecordFiles, RecordKeeper
 from rollback.supervisor.nodes.seats import rank_by_name
@@ -124,7 +124,7 @@ def test_what_is_no_record_is_not_taken_for_one(sides: Sides) -> None:
 def test_followers_are_gathered_in_the_order_of_their_names(sides: Sides) -> None:
     endpoint = sides.meeting.store.point if isinstance(sides.meeting, EndpointMeeting) else None
     place = NodePlace(3, 3, "node-0", "a:1:1", "a", 1, 60.0, endpoint=endpoint)
-    leader = Leader(sides.paths, place, print, sides.meeting)
+    leader = Leader(OwnNode(sides.paths, place, print), sides.meeting)
     there = [
         RecordPublisher(sides.follower, f"{node}.json", report(node, leader="a:1:1", attempt=4), print)
         for node in ("node-10", "node-9")
@@ -146,9 +146,8 @@ def test_followers_are_gathered_in_the_order_of_their_names(sides: Sides) -> Non
 def test_a_stop_signal_that_a_lost_node_tells_late_stops_no_later_attempt(sides: Sides) -> None:
     """It was cut off and has ended since; the next launch there takes part."""
     endpoint = sides.meeting.store.point if isinstance(sides.meeting, EndpointMeeting) else None
-    leader = Leader(
-        sides.paths, NodePlace(3, 3, "node-0", "a:1:1", "a", 1, 60.0, endpoint=endpoint), print, sides.meeting
-    )
+    place = NodePlace(3, 3, "node-0", "a:1:1", "a", 1, 60.0, endpoint=endpoint)
+    leader = Leader(OwnNode(sides.paths, place, print), sides.meeting)
     one = RecordPublisher(sides.follower, "node-71.json", report("node-71", leader="a:1:1", attempt=14), print)
     cut_off = RecordPublisher(sides.follower, "node-72.json", report("node-72", leader="a:1:1", attempt=14), print)
     assert leader.gather(14, lambda: False)
@@ -181,7 +180,7 @@ def test_a_node_whose_supervisor_lost_the_leader_for_a_moment_has_left_the_attem
     """It has ended its ranks and comes anew as the same launch, faster than two looks follow each other."""
     endpoint = sides.meeting.store.point if isinstance(sides.meeting, EndpointMeeting) else None
     place = NodePlace(2, 2, "node-0", "c:1:1", "c", 1, 60.0, endpoint=endpoint)
-    leader = Leader(sides.paths, place, print, sides.meeting)
+    leader = Leader(OwnNode(sides.paths, place, print), sides.meeting)
     node = RecordPublisher(sides.follower, "node-81.json", report("node-81", leader="c:1:1", attempt=24), print)
     assert leader.gather(24, lambda: False)
     node.show(state="running")
@@ -339,7 +338,8 @@ def find_meeting(
     again: bool = False,
 ) -> tuple[Meeting, bool] | RunResult:
     signals = cast("StopSignals", SimpleNamespace(received=received))
-    return meeting.find_meeting(RunPaths(folder), place, "s3://bucket/run", print, signals, nothing_left, again=again)
+    own = OwnNode(RunPaths(folder), place, print, "s3://bucket/run")
+    return meeting.find_meeting(own, signals, nothing_left, again=again)
 
 
 @pytest.mark.parametrize(("timeout", "again"), [(600.0, True), (0.2, False)], ids=["left behind", "come late"])
@@ -487,7 +487,7 @@ def test_what_a_follower_hands_over_while_it_runs_is_kept_at_once(
     paths = RunPaths(tmp_path)
     place = NodePlace(2, 2, "node-0", "d:1:1", "d", 1, 60.0, endpoint=host.point)
     keeps(paths, [])
-    leader = Leader(paths, place, print, EndpointMeeting(host))
+    leader = Leader(OwnNode(paths, place, print), EndpointMeeting(host))
     node = RecordPublisher(guest, "node-91.json", report("node-91", leader="d:1:1", attempt=34), print)
     assert leader.gather(34, lambda: False)
     node.show(state="running", files={"skips/rank-00003.jsonl": skips(1)})
@@ -505,7 +505,7 @@ def test_what_a_host_hands_over_that_was_taken_for_lost_is_kept_when_it_is_ready
     paths = RunPaths(tmp_path)
     place = NodePlace(2, 2, "node-0", "e:1:1", "e", 1, 60.0, endpoint=host.point)
     keeps(paths, [])
-    leader = Leader(paths, place, print, EndpointMeeting(host))
+    leader = Leader(OwnNode(paths, place, print), EndpointMeeting(host))
     node = RecordPublisher(guest, "node-92.json", report("node-92", leader="e:1:1", attempt=44), print)
     assert leader.gather(44, lambda: False)
     node.show(state="ended", attempt=-1)  # for a moment it saw no leader

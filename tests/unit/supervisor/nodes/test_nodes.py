@@ -29,7 +29,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal, Unrecorded
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
-from rollback.supervisor.nodes.membership import command_of, differences, membership, place_among_nodes
+from rollback.supervisor.nodes.membership import OwnNode, command_of, differences, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
     LeaderOrders,
     NodeReport,
@@ -335,7 +335,7 @@ def test_of_a_range_those_take_part_that_have_come_by_the_last_call(
     """gathered: how many take part; 0 where the leader goes on waiting, until it is told to stop."""
     paths = RunPaths(tmp_path)
     place = place_among_nodes({"nnodes": nnodes, "rdzv-conf": "last_call_timeout=0.3"})
-    leader = Leader(paths, place, lambda text: None, SharedMeeting(paths, 2))
+    leader = Leader(OwnNode(paths, place, print), SharedMeeting(paths, 2))
     for number in range(followers):
         there = NodeReport(
             node=f"node-{number}",

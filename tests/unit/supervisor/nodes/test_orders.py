@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import threading
 import time
@@ -12,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rollback.errors import ExitCode, NodesMissing, RunDirectoryError, UsageError
+from rollback.errors import ExitCode, NodesMissing, RollbackError, RunDirectoryError, UsageError
 from rollback.rundir.heartbeats import Heartbeat
-from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_in_place, write_in_place
+from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import hang_watch
@@ -26,7 +27,7 @@ from rollback.supervisor.nodes import follow
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
-from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
+from rollback.supervisor.nodes.membership import NodePlace, OwnNode, place_among_nodes
 from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult, leaders_move, merged
 from rollback.supervisor.signals import StopSignals
 
@@ -55,7 +56,7 @@ def hold_as(orders: LeaderOrders, paths: RunPaths) -> None:
 
 def test_who_holds_the_lock_leads_on_and_who_has_lost_it_leaves_all_to_the_other(paths: RunPaths) -> None:
     lock = RunLock(paths, "rollback launch")
-    leader = Leader(paths, place(), lambda line: None, SharedMeeting(paths, 2))
+    leader = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, 2))
     say_as(OTHER, paths)
     assert leader.move(None) == "wait", "what another one says late is passed over"
     hold_as(OTHER, paths)
@@ -86,7 +87,7 @@ def test_what_an_earlier_launch_of_the_same_host_and_pid_said_is_not_taken_for_t
 
 def test_a_stop_signal_on_another_node_is_heard_at_once_between_two_attempts(paths: RunPaths) -> None:
     """The next one may be a minute away, and whoever has signalled does not wait so long before it kills."""
-    leader = Leader(paths, place(), print, SharedMeeting(paths, 2))
+    leader = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, 2))
     told = NodeReport(node="node-1", launch="b:1:1.0", host="b", pid=1, leader=place().launch, signals=("SIGTERM",))
     order, own_journal = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
     attempts = Attempts(order, print, SimpleNamespace(), own_journal, StopSignals(), leader, lambda: None)  # type: ignore[arg-type]
@@ -96,11 +97,30 @@ def test_a_stop_signal_on_another_node_is_heard_at_once_between_two_attempts(pat
     leader.farewell(RunResult(exit_code=75, reason="told to stop"))
 
 
+def test_a_run_directory_whose_name_is_no_utf_8_is_told_to_the_others(tmp_path: Path) -> None:
+    """For people: no host opens another one's."""
+    paths = RunPaths(tmp_path / os.fsdecode(b"caf\xe9"))
+    leader = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, 2))
+    told = RecordWatcher(SharedDirectory(paths.nodes), "orders.json", LeaderOrders).look()["orders.json"]
+    assert told.directory == f"{tmp_path}/caf\\udce9"
+    leader.farewell(RunResult(exit_code=0, reason="done"))
+
+
+@pytest.mark.parametrize(("hosts", "lag"), [(2, 1.0), (1600, 8.0 + 6.15)])
+def test_heartbeats_of_other_nodes_may_be_as_old_as_what_is_heard_of_them(
+    paths: RunPaths, hosts: int, lag: float
+) -> None:
+    leader, running = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, hosts)), SimpleNamespace()
+    watcher = hang_watch.HangWatcher(paths, HangLimits(), running, leader)  # type: ignore[arg-type]
+    assert watcher._detector.lag == pytest.approx(lag)
+    leader.farewell(RunResult(exit_code=0, reason="done"))
+
+
 def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ended(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind torchrun's exit barrier, in which it waits five minutes for the others and no longer."""
-    leader, until = Leader(paths, place(), print, SharedMeeting(paths, 2)), time.monotonic() + 20
+    leader, until = Leader(OwnNode(paths, place(), print), SharedMeeting(paths, 2)), time.monotonic() + 20
     beat = Heartbeat(attempt=1, step=9, batch=9, doing="ended", monotonic=1.0, pid=1, host="b", start="1")
     report = NodeReport(
         node="node-1", launch="b:1:1.0", host="b", pid=1, leader=place().launch, attempt=1, beats={1: beat}, stacks=()
@@ -160,7 +180,8 @@ class Following:
         self.host = host = SimpleNamespace(end_leftovers=lambda say: None, keep_standby=lambda attempt: None)
         self.signals = SimpleNamespace(received=[], insistent=False)
         self.signals.take = lambda: self.signals.received
-        follower = Follower(paths, self.place, host, 1.0, self.signals, self.told.append, Watched(), ring)  # type: ignore[arg-type]
+        own_node = OwnNode(paths, self.place, self.told.append, ring)
+        follower = Follower(own_node, host, 1.0, self.signals, Watched())  # type: ignore[arg-type]
         self.found: list[RunResult | None] = []
         self.thread = threading.Thread(target=lambda: self.found.append(follower.follow()), daemon=True)
         self.thread.start()
@@ -213,9 +234,38 @@ def test_how_long_who_leads_was_silent_is_told_as_it_was_waited_for(
     meeting = SimpleNamespace(
         apart=True, transport=SharedDirectory(paths.nodes), words="the store", is_leaderless=lambda: False
     )
-    follower = Follower(paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting)  # type: ignore[arg-type]
+    follower = Follower(OwnNode(paths, place(), print), SimpleNamespace(), 1.0, StopSignals(), meeting)  # type: ignore[arg-type]
     with pytest.raises(NodesMissing, match="whoever leads has been silent for 2 s, and still holds the store"):
         follower.follow()
+
+
+def test_where_no_thread_can_hand_over_what_is_new_in_the_record_the_ranks_train_on(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when the attempt is over. This host has raised nothing that would be worth an attempt of all."""
+
+    def refused(*_: object) -> None:
+        raise RollbackError("starting a thread: there is no room")
+
+    monkeypatch.setattr(follow, "handing_over", refused)
+    own, said = place(), list[str]()
+    meeting = SimpleNamespace(
+        apart=True, transport=SharedDirectory(paths.nodes), is_led_by=lambda orders: True, is_leaderless=lambda: False
+    )
+    host = SimpleNamespace(output=SimpleNamespace(keep=lambda: None), keep_standby=lambda attempt: None, guarded=True)
+    own_node = OwnNode(paths, own, said.append, "s3://b/run")
+    follower = Follower(own_node, host, 1.0, StopSignals(), meeting)  # type: ignore[arg-type]
+    follower._last = orders = LeaderOrders(
+        leader="a:1:1.0", host="a", pid=1, attempt=1, phase="run", members=(own.launch,), attached=True
+    )
+    SharedDirectory(paths.nodes).write("orders.json", orders.model_dump_json().encode())
+    ends = iter([None, None, 0])
+    running = SimpleNamespace(attempt=1, poll=lambda: next(ends), look=dict, beats=dict)
+    report = NodeReport(node=own.name, launch=own.launch, host=own.host, pid=own.pid)
+    publisher = SimpleNamespace(record=report, show=lambda **changes: None)
+    with contextlib.ExitStack() as until_over:
+        assert follower._watch(running, publisher, until_over) == 0  # type: ignore[arg-type]
+    assert said == ["node-0 hands over nothing of the record meanwhile: starting a thread: there is no room"]
 
 
 def test_a_host_of_another_job_at_the_same_endpoint_says_nothing_to_its_leader(paths: RunPaths) -> None:
@@ -223,9 +273,9 @@ def test_a_host_of_another_job_at_the_same_endpoint_says_nothing_to_its_leader(p
     meeting = SimpleNamespace(
         apart=True, transport=SharedDirectory(paths.nodes), words="the store at h:1", is_led_by=lambda orders: True
     )
-    leader = Leader(paths, place(), print, meeting, ring="s3://b/run")  # type: ignore[arg-type]
-    given = paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting
-    other, same = (Follower(*given, ring) for ring in ("s3://b/other", "s3://b/run/"))  # type: ignore[arg-type]
+    leader = Leader(OwnNode(paths, place(), print, "s3://b/run"), meeting)  # type: ignore[arg-type]
+    own_nodes = (OwnNode(paths, place(), print, ring) for ring in ("s3://b/other", "s3://b/run/"))
+    other, same = (Follower(own, SimpleNamespace(), 1.0, StopSignals(), meeting) for own in own_nodes)  # type: ignore[arg-type]
     try:
         with pytest.raises(UsageError, match="the store at h:1, and its job has --ring s3://b/run where this one has"):
             other.follow()

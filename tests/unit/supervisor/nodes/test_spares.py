@@ -20,7 +20,7 @@ from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFai
 from rollback.supervisor.nodes import lead
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
-from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
+from rollback.supervisor.nodes.membership import NodePlace, OwnNode, own_address, place_among_nodes
 from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 from rollback.supervisor.nodes.seats import awaited, replacements, seats
 from rollback.train.data.cursor.description import description_of
@@ -86,9 +86,8 @@ class Crew:
         self.place: NodePlace = replace(place, command=COMMAND, **more)
         self.noted: list[Fact] = []
         self.said: list[str] = []
-        self.leader = Leader(
-            self.paths, self.place, self.said.append, SharedMeeting(self.paths, self.place.most), self.noted.append
-        )
+        own = OwnNode(self.paths, self.place, self.said.append)
+        self.leader = Leader(own, SharedMeeting(self.paths, self.place.most), self.noted.append)
 
     def tell(self, rank: int, attempt: int, **more: object) -> None:
         report = NodeReport(

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import launched
 from waiting import wait_for
 
-from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.live import screen as screen_module
 from rollback.live.screen import Screen
@@ -168,7 +168,7 @@ def test_a_disk_that_fails_when_it_is_asked_of_an_exception_ends_no_reading(
     tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the ranks would wait for ever for somebody to empty their pipes."""
-    host = Host(RunPaths(tmp_path / "run"), JOB, Settings(), {}, tmp_path, listener, grace=1.0, expects_guard=True)
+    host = Host(launched(RunPaths(tmp_path / "run"), JOB, expects_guard=True), {}, tmp_path, listener)
     look = os.stat
 
     def failing(path: Any, **how: Any) -> os.stat_result:
@@ -185,6 +185,40 @@ def test_a_disk_that_fails_when_it_is_asked_of_an_exception_ends_no_reading(
     host.close()
 
 
+def test_where_no_pipe_can_be_made_the_output_is_torchrun_s_own_affair(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(flags: int) -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pipe2", refused)
+    with Output(tmp_path, lambda attempt: tmp_path / "logs", listener).of_attempt(1, JOB) as streams:
+        assert (streams.job, streams.stdout, streams.stderr) == (JOB, None, None)
+    assert listener.said == [
+        f"making pipes in {tmp_path} fails (Too many open files); the run goes on, and what is lost is counted"
+    ]
+
+
+def test_what_a_file_server_refuses_when_a_file_is_closed_is_said(
+    output: Output, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = os.close
+
+    def refusing(fd: int) -> None:
+        close(fd)
+        if fd in output._files.values():
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with output.of_attempt(1, JOB) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.out", b"a")
+        wait_for(lambda: listener.shown["out"] == b"a")
+        wait_for(lambda: output._files)
+        monkeypatch.setattr(os, "close", refusing)
+    (said,) = listener.said
+    assert said.endswith("logs-1 fails (Disk quota exceeded); the run goes on, and what is lost is counted")
+
+
 def test_what_ended_an_attempt_that_a_lost_leader_numbered_alike_is_forgotten(
     tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +227,7 @@ def test_what_ended_an_attempt_that_a_lost_leader_numbered_alike_is_forgotten(
     paths.failures(2).mkdir(parents=True)
     paths.failure(2, 1).write_text("{}")
     (tmp_path / "private").mkdir()
-    host = Host(paths, JOB, Settings(), {}, tmp_path / "private", listener, grace=1.0)
+    host = Host(launched(paths, JOB), {}, tmp_path / "private", listener)
     host.stay_apart(list)
     monkeypatch.setattr(host_module, "torchrun_command", lambda job, group: [sys.executable, "-c", ""])
     forgotten: list[int] = []

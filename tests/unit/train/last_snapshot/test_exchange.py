@@ -26,7 +26,7 @@ from rollback.train.last_snapshot import hosts as hosts_module
 from rollback.train.last_snapshot.agreement import ROUNDS, Commitment, HostOffer, commitment_of, plan_of
 from rollback.train.last_snapshot.device import NoAnswer
 from rollback.train.last_snapshot.exchange import Exchange
-from rollback.train.last_snapshot.hosts import Hosts, HostStore
+from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, HostStore
 from rollback.train.last_snapshot.peers import HostMarks
 from rollback.train.last_snapshot.proof import NextRound, NotProved, StoreGone
 from rollback.train.last_snapshot.writers import JudgedAhead, MarksWriter, SharedPart, SharedTensor, StateWriter
@@ -43,8 +43,8 @@ def store() -> Any:
 @pytest.fixture
 def unrung(store: Any) -> tuple[Hosts, Hosts]:
     """Two hosts that have not heard of it."""
-    place = "127.0.0.1", store.port
-    return Hosts(place, "keys", (0, 2), 0), Hosts(place, "keys", (0, 2), 2)
+    job = HostsOfJob(place=("127.0.0.1", store.port), keys="keys", hosts=(0, 2), own=0, ranks=(0, 1), attempt=1)
+    return Hosts(job), Hosts(job.model_copy(update={"own": 2, "ranks": (2, 3)}))
 
 
 @pytest.fixture

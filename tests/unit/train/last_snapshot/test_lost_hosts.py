@@ -27,12 +27,13 @@ def tier(tmp_path: Path) -> SlotPaths:
 
 @pytest.fixture
 def hosts(store: Any) -> Hosts:
-    return Hosts(("127.0.0.1", store.port), "keys", (0, 2), 0)
+    place = "127.0.0.1", store.port
+    return Hosts(HostsOfJob(place=place, keys="keys", hosts=(0, 2), own=0, ranks=(0, 1), attempt=1))
 
 
 def fed(tier: SlotPaths, hosts: Hosts, keys: str = "keys") -> LiveMarkCopies:
     ranks = 2, 3
-    job = HostsOfJob(place=hosts.place, keys=keys, hosts=(0, 2), own=2, ranks=ranks, attempt=1)
+    job = hosts.job.model_copy(update={"keys": keys, "own": 2, "ranks": ranks})
     marks = LiveMarkCopies(tier, 1, ranks, job.model_dump_json().encode())
     marks.hear(CLOCK)
     return marks
@@ -107,7 +108,7 @@ def test_nobody_speaks_for_a_host_that_is_heard(
 
 
 def test_whoever_speaks_for_a_lost_host_leaves_it_its_bell_and_is_not_taken_for_it(hosts: Hosts) -> None:
-    lost = Hosts(hosts.place, hosts.keys, hosts.hosts, 2)
+    lost = Hosts(hosts.job.model_copy(update={"own": 2}))
     rung = threading.Event()
     lost.wait_for_bell(rung.set, lambda text: None)
     lost.speak_for()

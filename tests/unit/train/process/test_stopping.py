@@ -139,6 +139,28 @@ def test_a_rank_that_leaves_as_it_was_told_is_not_struck_down_by_a_supervisor_th
     assert os.waitstatus_to_exitcode(status) == ends
 
 
+@pytest.mark.parametrize(
+    ("supervised", "handler", "ends"),
+    [(True, signal.SIG_DFL, -signal.SIGTERM), (False, signal.SIG_DFL, 7), (True, lambda *_: None, 7)],
+    ids=["under a supervisor", "without one", "with a handler of its own"],
+)
+def test_a_rank_that_was_told_to_end_while_it_failed_ends_once_its_guard_is_closed(
+    supervised: bool, handler: Any, ends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_SUPERVISOR, "1:0.0" if supervised else "")
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, handler)
+        stop = StopRequest()
+        stop.heed()  # nobody has told it yet
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.withdraw()
+        stop.heed()
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == ends
+
+
 def test_what_a_leaving_rank_starts_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a pool of processes at its end, as well as by `terminate()`: neither would come back."""
     monkeypatch.setenv(ENV_SUPERVISOR, "1:0.0")

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rollback.cli.launch_options import RESTART_BUDGET
-from rollback.cli.windows import cumulative, parse_samples, parse_window, together
+from rollback.cli.options.parameters import RESTART_BUDGET
+from rollback.cli.options.values import parse_samples, parse_window, together
 from rollback.config import Settings, explain
 from rollback.errors import UsageError, reporting
 from rollback.facts.fact import SamplesFrom, Window
@@ -30,9 +30,9 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
         windows = [parse_window(text, "--skip") for text in values.get("skip", [])]
         values["skip"] = merge_windows(windows + (_passed_over_by(skips_of) if skips_of is not None else []))
     if "skip_samples" in values or skips_of is not None:
-        own = cumulative([parse_samples(text) for text in values.get("skip_samples", [])])
+        own = [[parse_samples(text)] for text in values.get("skip_samples", [])]
         others = _history_of(skips_of).quarantine if skips_of is not None else []
-        values["skip_samples"] = together(own, [SamplesFrom(batch=it.batch, samples=it.samples) for it in others])
+        values["skip_samples"] = together(*own, [SamplesFrom(batch=it.batch, samples=it.samples) for it in others])
     try:
         return Settings(**values)
     except ValidationError as error:

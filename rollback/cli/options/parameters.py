@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from rollback.cli.command_line import OTHER_FLAG
+from rollback.cli.options.spelling import OTHER_FLAG
 from rollback.config import Settings, option
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.torchrun.flags import FLAGS, Flag
@@ -25,8 +25,8 @@ LAUNCH_CONTEXT = {
 RESTART_BUDGET = 10
 GRACE = 60.0
 _PANEL = "The run"
-# Settings that are switched off by saying so; of a torchrun switch, not saying it is off.
-_SWITCHED_OFF = frozenset(name for name, field in Settings.model_fields.items() if field.annotation is bool)
+# What is switched off by saying so; of a torchrun switch, not saying it is off.
+_SWITCHED_OFF = {"preload", *(name for name, field in Settings.model_fields.items() if field.annotation is bool)}
 
 
 def declares(parameters: Sequence[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:

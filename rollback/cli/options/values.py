@@ -36,13 +36,6 @@ def parse_samples(text: str) -> SamplesFrom:
         ) from error
 
 
-def cumulative(given: Sequence[SamplesFrom]) -> list[SamplesFrom]:
-    """What several of these say together, by batch: each of the result has all samples that are left out from there."""
-    batches = sorted({one.batch for one in given})
-    together = [{sample for one in given if one.batch <= batch for sample in one.samples} for batch in batches]
-    return [SamplesFrom(batch=b, samples=tuple(sorted(samples))) for b, samples in zip(batches, together, strict=True)]
-
-
 def together(*lists: Sequence[SamplesFrom]) -> list[SamplesFrom]:
     """What several lists leave out together, by batch. Of each list, the last one that applies to a batch counts."""
     found: list[SamplesFrom] = []
