@@ -33,7 +33,6 @@ from rollback.agent.fork_server import (
 )
 from rollback.agent.last_snapshot import Starter, start_anew
 from rollback.agent.overrides import (
-    LogsSpecsFinder,
     WrongUse,
     check_configuration,
     leave_patience_to,
@@ -212,7 +211,6 @@ def _run(
         if server is not None:
             start_ranks_from(server)
             start = server.start_script
-        sys.meta_path.append(LogsSpecsFinder())
         name_methods_quickly()
         patience_is_given |= getattr(arguments, "shutdown_timeout", None) is not None
         leave_patience_to(instructions, stopping, start, given=patience_is_given)

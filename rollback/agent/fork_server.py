@@ -15,6 +15,7 @@ states. What an import reads from the environment, it has read before the script
 scripts that rely on that. Modules (-m) and programs are started by torchrun as ever.
 """
 
+import builtins
 import contextlib
 import ctypes
 import gc
@@ -266,18 +267,20 @@ def run_script(
     """Be what `python -u SCRIPT ARGUMENTS` would be from its first line on. read: makes code of the source of the file
     of that name. at_end: called behind the last line, and where the script leaves as if all were well."""
     script = arguments[0]
+    if not os.path.isabs(script):  # so Python names it, wherever the script goes then
+        script = os.path.join(os.getcwd(), script.removeprefix("./"))
     sys.argv = arguments
     if not _IS_SAFE_PATH:
         sys.path[0] = str(Path(os.path.realpath(script)).parent)
         _make_way_for(sys.path[0])
     main = types.ModuleType("__main__")
     main.__dict__.update(
-        __file__=script, __builtins__=__builtins__, __cached__=None, __annotations__={},
+        __file__=script, __builtins__=builtins, __cached__=None, __annotations__={},
         __loader__=SourceFileLoader("__main__", script),
     )  # fmt: skip
     sys.modules["__main__"] = main
     try:
-        with io.open_code(os.path.abspath(script)) as file:
+        with io.open_code(script) as file:
             code = read(file.read(), script)
         exec(code, main.__dict__)
     except SystemExit as left:

@@ -3,7 +3,6 @@ speak for this host, it has another process do it. See `checkpoints.fast_tier.en
 """
 
 import fcntl
-import importlib
 import json
 import os
 import subprocess
@@ -45,8 +44,8 @@ def _is_left_alone(last: Path) -> bool:
     hosts = last / "hosts.json"
     if not hosts.exists() or json.loads(hosts.read_text())["attempt"] != int(os.environ[ENV_ATTEMPT]):
         return False
-    end_marks: Any = importlib.import_module("rollback.checkpoints.fast_tier.end_marks")
-    last_snapshot_result: Any = importlib.import_module("rollback.checkpoints.fast_tier.last_snapshot_result")
+    from rollback.checkpoints.fast_tier import end_marks, last_snapshot_result  # every start waits for our imports
+
     paths = end_marks.EndMarkPaths(last)
     ranks = end_marks.ranks_of(paths)
     left = all(end_marks.has_left(paths, rank) for rank in ranks)

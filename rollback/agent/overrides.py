@@ -8,9 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.metadata import Distribution, DistributionFinder
-from pathlib import Path
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -134,11 +132,17 @@ def _is_known(host: str) -> bool:
 
 
 def check_configuration() -> None:
-    """What torchrun makes of its flags is refused by WrongUse where it cannot be."""
+    """What torchrun makes of its flags is refused by WrongUse where it cannot be; `RankStreams` are there by a name.
+
+    An entry point in our own metadata would name them where rollback is installed, but not where it runs from a source
+    tree, and an outdated installation would fail every job.
+    """
     launcher: Any = importlib.import_module("torch.distributed.run")
     make = launcher.config_from_args
 
     def checked(arguments: Any) -> Any:
+        if is_ours := arguments.logs_specs == LOGS_SPECS:
+            arguments.logs_specs = None
         try:
             made = make(arguments)
         except Exception as error:
@@ -147,6 +151,9 @@ def check_configuration() -> None:
             raise WrongUse(f"argument --nproc-per-node: {made[0].nproc_per_node} ranks cannot be started")
         if made[0].monitor_interval <= 0:
             raise WrongUse(f"argument --monitor-interval: {made[0].monitor_interval} is not a positive time")
+        if is_ours:
+            streams: Any = importlib.import_module("rollback.agent.streams")
+            made[0].logs_specs = streams.RankStreams(log_dir=arguments.log_dir)
         return made
 
     launcher.config_from_args = checked
@@ -167,31 +174,6 @@ def name_methods_quickly() -> None:
     rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     if hasattr(rendezvous, "get_method_name"):
         rendezvous.get_method_name = method_name
-
-
-class LogsSpecsFinder(DistributionFinder):
-    """Offers our logs specs where torchrun looks for them, among the entry points of installed distributions.
-
-    An entry point in our own metadata would do the same where rollback is installed, but not where it runs from a
-    source tree, and an outdated installation would fail every job.
-    """
-
-    def find_spec(self, *_: object) -> None:
-        """No module is found here."""
-
-    def find_distributions(self, context: object = None) -> Iterator[Distribution]:
-        yield _LogsSpecsDistribution()
-
-
-class _LogsSpecsDistribution(Distribution):
-    def read_text(self, filename: str) -> str | None:
-        return {
-            "METADATA": "Metadata-Version: 2.1\nName: rollback-logs-specs\nVersion: 0\n",
-            "entry_points.txt": f"[torchrun.logs_specs]\n{LOGS_SPECS} = rollback.agent.streams:RankStreams\n",
-        }.get(filename)
-
-    def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        return Path(path)
 
 
 def note_whom_torchrun_ends() -> dict[int, int]:

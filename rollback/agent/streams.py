@@ -1,6 +1,6 @@
 """Where torchrun sends what the ranks print: into a pipe for each stream, which the supervisor empties.
 
-Runs in torchrun's process, by torchrun's own extension point for logs (`--logs-specs`). torchrun itself would write
+Runs in torchrun's process, by torchrun's own extension point for logs (`LogsSpecs`). torchrun itself would write
 files, and a rank whose output goes straight into a file dies of its own `print` when the disk is full. One that writes
 into a pipe does not, and the supervisor says how much it could not keep.
 """

@@ -116,9 +116,9 @@ class CarriedByLoop:
     def __init__(self, loops: ScriptLoops, loop: Loop) -> None:
         called = ChangedByCalls(loops, loop)
         nodes = [node for part in loop.body for node in (part, *of_scope(part))]
-        timed = (item for node in nodes if _is_clock(_value_of(node)) for item in _set_by(node))
-        clocks = {*map(dotted, timed)}
-        anew = {name for node in nodes for item in _set_by(node) if (name := dotted(item))} | set_by_head(loop)
+        given = [(dotted(target), value) for targets, value in map(_assigned, nodes) for target in targets]
+        clocks = {name for name, value in given if _is_clock(value)}
+        anew = {name for name, _ in given if name} | set_by_head(loop)
         beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
         iteration = iteration_of(loop)
         whole = {name.rpartition(".")[0] for name in called.found}  # of which each part is known: `meter.update(loss)`
@@ -215,9 +215,10 @@ class Dependence:
                 if isinstance(node.func, ast.Attribute):
                     takes.add(place_of(node.func.value) or "")
                 self._given.append((takes - modules, decided_by.union(*map(names_in, values))))
-            if (value := _value_of(node)) is not None:
+            targets, value = _assigned(node)
+            if value is not None:
                 made_of = {*self._names_behind(value)} | tests.get(id(node), set())
-                for name in filter(None, map(place_of, _set_by(node))):
+                for name in filter(None, map(place_of, targets)):
                     self._made.append((name, made_of))
                     self._parts.append((name, place_of(value) or ""))
 
@@ -270,30 +271,25 @@ def _trains(node: ast.AST) -> bool:
     return is_backward(node) or is_step(node)
 
 
-def _set_by(node: ast.AST) -> list[ast.expr]:
+def _assigned(node: ast.AST) -> tuple[list[ast.expr], ast.expr | None]:
+    """What a node sets, and of what it is made there."""
     match node:
-        case ast.Assign(targets=targets):
-            return [item for target in targets for item in targets_in(target)]
-        case ast.AugAssign(target=target) | ast.AnnAssign(target=target) | ast.NamedExpr(target=target):
-            return [target]
-        case ast.For(target=target) | ast.comprehension(target=target):
-            return [*targets_in(target)]
-        case ast.withitem(optional_vars=ast.expr() as target):
-            return [*targets_in(target)]
-    return []
-
-
-def _value_of(node: ast.AST) -> ast.expr | None:
-    match node:
-        case ast.Assign(value=value) | ast.AugAssign(value=value) | ast.NamedExpr(value=value):
-            return value
-        case ast.AnnAssign(value=value):
-            return value
-        case ast.For(iter=value):
-            return _handed_on(value)
-        case ast.comprehension(iter=value) | ast.withitem(context_expr=value):
-            return value
-    return None
+        case ast.Assign(targets=targets, value=value):
+            return [item for target in targets for item in targets_in(target)], value
+        case (
+            ast.AugAssign(target=target, value=value)
+            | ast.AnnAssign(target=target, value=value)
+            | ast.NamedExpr(target=target, value=value)
+        ):
+            return [target], value
+        case ast.For(target=target, iter=value):
+            return [*targets_in(target)], _handed_on(value)
+        case (
+            ast.comprehension(target=target, iter=value)
+            | ast.withitem(optional_vars=ast.expr() as target, context_expr=value)
+        ):
+            return [*targets_in(target)], value
+    return [], None
 
 
 def _handed_on(value: ast.expr) -> ast.expr:

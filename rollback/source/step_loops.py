@@ -141,9 +141,10 @@ def _takes(loop: ast.For, *, several: bool = False) -> tuple[ast.Call, ...] | No
 
     several: if it takes so many as loops over a range in the body's statements say."""
     calls = [node for node in ast.walk(loop) if is_call_of(node, "next")]
-    direct, caught = _direct(loop.body, several=several)
+    found = [*_direct(loop.body, several=several)]
+    direct = [call for call, caught in found if not caught]
     names = {ast.unparse(call.args[0]) for call in calls if call.args}
-    if (len(direct) != 1 and not several) or len(direct) + len(caught) != len(calls) or len(names) != 1:
+    if (len(direct) != 1 and not several) or len(found) != len(calls) or len(names) != 1:
         return None
     places = [place for place, part in enumerate(loop.body) if any(node in calls for node in ast.walk(part))]
     for node in (node for part in loop.body[: places[-1] + 1] for node in ast.walk(part)):
@@ -151,23 +152,19 @@ def _takes(loop: ast.For, *, several: bool = False) -> tuple[ast.Call, ...] | No
             return None  # an iteration may take none
         if isinstance(node, ast.ExceptHandler) and (node.type is None or "BaseException" in ast.unparse(node.type)):
             return None  # it may catch what ends an iteration
-    takes = (*direct, *caught)
+    takes = (*direct, *(call for call, caught in found if caught))
     return takes if all(len(call.args) == 1 and isinstance(call.args[0], ast.Name) for call in takes) else None
 
 
-def _direct(body: Iterable[ast.AST], *, several: bool, caught: bool = False) -> tuple[list[ast.Call], list[ast.Call]]:
-    """The calls of `next` that each iteration comes to, and those in handlers of errors."""
-    found: tuple[list[ast.Call], list[ast.Call]] = [], []
+def _direct(body: Iterable[ast.AST], *, several: bool, caught: bool = False) -> Iterator[tuple[ast.Call, bool]]:
+    """The calls of `next` that each iteration comes to, and those in handlers of errors, with whether it is one."""
     for node in body:
         if isinstance(node, _NESTED) and not (several and _is_repeated(node)):
             continue
         if is_call_of(node, "next"):
-            found[caught].append(node)
+            yield node, caught
         catches = caught or isinstance(node, ast.ExceptHandler)
-        within = _direct(ast.iter_child_nodes(node), several=several, caught=catches)
-        found[0].extend(within[0])
-        found[1].extend(within[1])
-    return found
+        yield from _direct(ast.iter_child_nodes(node), several=several, caught=catches)
 
 
 def _is_repeated(node: ast.AST) -> bool:

@@ -17,11 +17,12 @@ _ONE = threading.Lock()
 _FEW = 16
 _OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
 _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _OURS))
+_PACKAGES = tuple(os.path.join(os.sep, name, "") for name in ("site-packages", "dist-packages"))
 
 
 def is_own(filename: str) -> bool:
     """Whether it is a file of the user's: not of Python, of an installed package, or of rollback."""
-    return not filename.startswith((*_LIBRARIES, "<")) and "-packages" + os.sep not in filename
+    return not filename.startswith((*_LIBRARIES, "<")) and not any(folder in filename for folder in _PACKAGES)
 
 
 def is_of_own_file(kind: type) -> bool:

@@ -23,7 +23,7 @@ from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_trainer import numbered
+from rollback.trainers.guarded_trainer import made_guard, named
 from rollback.trainers.prepared_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 from rollback.wording import Calls
@@ -53,9 +53,9 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     optimizer, inner = found["optimizer"].optimizer, getattr(scheduler, "scheduler", scheduler)
     known = [*prepared, optimizer, inner, *settings.values()]
     registered = [item for item in accelerator._custom_objects if not _is_among(known, item)]
-    guard = Guard(
-        model=found["model"], optimizer=optimizer, loader=loader.base_dataloader, scheduler=inner,
-        scaler=accelerator.scaler, **numbered("registered", registered), **settings,
+    guard = made_guard(
+        settings, model=found["model"], optimizer=optimizer, loader=loader.base_dataloader, scheduler=inner,
+        scaler=accelerator.scaler, **named("registered", registered),
     )  # fmt: skip
     guard.without_probes("the loop counts the batches of Accelerate's loader")
     guard.name_calls(Calls("rollback.protect(accelerator, ..., ", "loader.guard.step", "loader.guard.keep"))

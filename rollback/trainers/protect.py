@@ -5,8 +5,8 @@ import importlib.metadata
 import re
 from typing import Any
 
-from rollback.errors import RollbackError, UsageError
-from rollback.train.start import attach
+from rollback.errors import UsageError
+from rollback.trainers.guarded_trainer import refusing
 
 _KNOWN = {
     ("transformers.trainer", "Trainer"): ("huggingface.trainer", "transformers", "accelerate"),
@@ -41,11 +41,8 @@ def protect(*given: Any, **settings: Any) -> Any:
     is not supported, and for what its loop is set to do and a guard cannot go along with; what `Guard` raises besides.
     Nothing has been changed then.
     """
-    try:
-        module = module_of(given)
-        return module.protect(*given, **settings)
-    except RollbackError as error:
-        attach.refuse(error)
+    with refusing():
+        return module_of(given).protect(*given, **settings)
 
 
 def protect_once(trainer: Any, entry: str) -> Any:
@@ -87,7 +84,10 @@ def module_of(given: tuple[Any, ...]) -> Any:
 def _require_version(library: str) -> None:
     """Raises UsageError, with both numbers, where the installed version is not one that is supported."""
     first, below = SUPPORTED[library]
-    installed = importlib.metadata.version(library)
+    try:
+        installed = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "none: it runs from a source tree of an unknown version"
     if not _numbers(first) <= _numbers(installed) < _numbers(below):
         raise UsageError(
             f"rollback.protect knows the loop of {library} {first} and later, below {below}; installed is {installed}",

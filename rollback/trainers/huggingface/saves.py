@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rollback.rundir.failures import class_of_exception, qualified_name
 from rollback.train.comm.recorder import say
+from rollback.trainers.guarded_trainer import replaced
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _PARTS = "save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"
 """What `_save_checkpoint` calls on each rank, before it deletes folders of earlier steps for this one."""
-_BEST = "best_metric", "best_global_step", "best_model_checkpoint"
+BEST = "best_metric", "best_global_step", "best_model_checkpoint"
 """Of TrainerState."""
 
 
@@ -46,7 +47,7 @@ class FolderSaves:
         if self.saved is not None and trainer.args.should_save:
             self.saved.note(str(folder), SavedAt(trainer.state.global_step, trainer.state.global_step))
         try:
-            with self._parts_agreed_on(folder):
+            with replaced(trainer, **{name: self._agreed_on(folder, getattr(trainer, name)) for name in _PARTS}):
                 self._save(*given, **others)
         except _NotSaved:
             if trainer.args.should_save and not was_there:
@@ -64,26 +65,13 @@ class FolderSaves:
     def skipping_failed_saves(self) -> Iterator[None]:
         """Around an evaluation and the saving of its model: the best model is one that there is a folder of."""
         state = self._trainer.state
-        best = {name: getattr(state, name) for name in _BEST}
+        best = {name: getattr(state, name) for name in BEST}
         try:
             yield
         except _NotSaved:
             self._trainer.control.should_save = False
             if state.best_global_step == state.global_step:
                 vars(state).update(best)
-
-    @contextlib.contextmanager
-    def _parts_agreed_on(self, folder: Path) -> Iterator[None]:
-        trainer, own = self._trainer, vars(self._trainer)
-        before = {name: own[name] for name in _PARTS if name in own}
-        for name in _PARTS:
-            setattr(trainer, name, self._agreed_on(folder, getattr(trainer, name)))
-        try:
-            yield
-        finally:
-            for name in _PARTS:
-                del own[name]
-            own.update(before)
 
     def _agreed_on(self, folder: Path, part: Callable[..., None]) -> Callable[..., None]:
         """The ranks meet behind the parts: one of them alone cannot leave a save."""

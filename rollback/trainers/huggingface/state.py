@@ -13,15 +13,13 @@ from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from rollback.train.comm.recorder import say
 from rollback.train.state.kept_values import SharedText
-from rollback.trainers.huggingface.saves import FolderSaves
+from rollback.trainers.huggingface.saves import BEST, FolderSaves
 from rollback.trainers.huggingface.trl import adapted_attributes
 
 _COUNTED = "epoch", "global_step", "num_input_tokens_seen"
 """Of TrainerState, what another update changes: alike on all ranks, since of tokens it gathers how many all have."""
-_STATE = "total_flos", "best_metric", "best_global_step", "best_model_checkpoint"
+_STATE = "total_flos", *BEST
 """The rest, with its `log_history`; what else it has follows from arguments."""
-_BEST: dict[str, Any] = {"best_metric": None, "best_global_step": None, "best_model_checkpoint": None}
-"""Of TrainerState, before the first evaluation."""
 _LOOP = (
     "_total_loss_scalar", "_globalstep_last_logged", "current_flos", "_total_train_tokens", "_step", "_buffer_step",
 )  # fmt: skip
@@ -122,7 +120,7 @@ class LoopState:
         lost = torch.tensor(float(is_lost), device=accelerator.device)
         if not accelerator.reduce(lost, "sum").item():
             return
-        vars(state).update(_BEST)
+        vars(state).update(dict.fromkeys(BEST))  # as before the first evaluation
         if accelerator.is_main_process:
             say(
                 f"the folder of the best model so far, {best}, is gone: a better one of a step that is undone now had "

@@ -29,10 +29,9 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from rollback.errors import UsageError
-from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_trainer import GuardedTrainer, refusing
+from rollback.trainers.guarded_trainer import GuardedTrainer, refusing, replaced, require_none_of
 from rollback.trainers.huggingface.saves import FolderSaves
 from rollback.trainers.huggingface.state import LoopState
 from rollback.trainers.huggingface.trl import (
@@ -42,9 +41,7 @@ from rollback.trainers.huggingface.trl import (
     require_completions_of_one_update,
 )
 from rollback.trainers.prepared_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
-from rollback.trainers.refusals import require_none_of, say_left_aside
 from rollback.trainers.saved_files import SavedFiles
-from rollback.wording import Calls
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
@@ -54,17 +51,9 @@ class _Moved(Exception):
     """Training stands elsewhere than `_run_epoch` believes."""
 
 
-def protect(trainer: Any, **settings: Any) -> Any:
-    """Put a guard into the loop of a Trainer of transformers or TRL: `rollback.protect(trainer)`."""
-    _require_known(trainer)
-    _GuardedLoop(trainer, settings).install()
-    return trainer
-
-
 def _require_known(trainer: Any) -> None:
     """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
     args = trainer.args
-    _GuardedLoop.require_unprotected(trainer)
     require_none_of((
         (trainer.state.global_step > 0, f"it has made {trainer.state.global_step} steps already, unprotected",
          "call rollback.protect before trainer.train(); what was trained so far can begin the run of another Trainer"),
@@ -85,7 +74,8 @@ def _require_known(trainer: Any) -> None:
 class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
     """One training of one Trainer, and the first of its callbacks."""
 
-    entry = "train"
+    entry, step_name = "train", "trainer.state.global_step"
+    require_known = staticmethod(_require_known)
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
         super().__init__(trainer, settings)
@@ -103,8 +93,8 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
             self._trainer, "train", "_prepare_for_training", "_run_epoch", "training_step", "_maybe_log_save_evaluate",
             "_evaluate", "get_eval_dataloader",
         )  # fmt: skip
-        self._replace(self._trainer, "floating_point_ops", by=self._state.sums)
-        self._replace(self._trainer.accelerator, "backward", by=self._state.sums)
+        self._replace_one(self._trainer, "floating_point_ops", self._state.sums.floating_point_ops)
+        self._replace_one(self._trainer.accelerator, "backward", self._state.sums.backward)
         self._replace_one(self._trainer, "_save_checkpoint", self._saves.save)
         self._replace_one(self._trainer, "_load_rng_state", lambda _: None)  # the guard has put them back
         self._trainer.callback_handler.callbacks.insert(0, self)
@@ -117,24 +107,18 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *more: Any, **others: Any) -> Any:
         with refusing(status=1):
-            self._leave_aside(resume_from_checkpoint, trial)
+            if resume_from_checkpoint and self._trainer.is_world_process_zero():  # other hosts may lack the record
+                self._leave_aside(
+                    resume_from_checkpoint, f"resume_from_checkpoint={resume_from_checkpoint!r}",
+                    self._is_of_this_run(resume_from_checkpoint), "folder, load the model from it",
+                )  # fmt: skip
+            if trial is not None:
+                raise UsageError(
+                    "hyperparameter_search of a Trainer under rollback.protect",
+                    hint="protect the Trainer of the final run",
+                )
             self._require_first()
         return self._originals["train"](None, None, *more, **others)
-
-    def _leave_aside(self, resume_from_checkpoint: Any, trial: Any) -> None:
-        if resume_from_checkpoint and self._trainer.is_world_process_zero():  # other hosts may not have the record
-            if not self._is_of_this_run(resume_from_checkpoint):
-                raise UsageError(
-                    f"trainer.train(resume_from_checkpoint={resume_from_checkpoint!r}) of a Trainer under "
-                    "rollback.protect",
-                    hint="leave it out: the same command goes on where the run was. To begin a new run with the "
-                    "weights of such a folder, load the model from it",
-                )
-            say_left_aside(resume_from_checkpoint)
-        if trial is not None:
-            raise UsageError(
-                "hyperparameter_search of a Trainer under rollback.protect", hint="protect the Trainer of the final run"
-            )
 
     def _is_of_this_run(self, given: str | bool) -> bool:
         """Whether there is a run already, and this folder is where it saves. given: True is the newest one, as for the
@@ -150,17 +134,15 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         prepared = self._originals["_prepare_for_training"](max_steps, loader, *given, **others)
         with refusing():
             require_known_loader(loader)
-            following = reference_models(trainer)
+            self._settings = {**reference_models(trainer), **self._settings}
+            self._begin(
+                "max_steps={}" if trainer.args.max_steps > 0 else "the Trainer's {} steps",
+                f"num_train_epochs={trainer.args.num_train_epochs:g}",
+                model=trainer.model_wrapped, optimizer=trainer.optimizer.optimizer, loader=loader.base_dataloader,
+                scheduler=trainer.lr_scheduler, scaler=getattr(trainer.accelerator, "scaler", None),
+                max_steps=max_steps,
+            )  # fmt: skip
         self._loader = loader
-        self.guard = Guard(
-            model=trainer.model_wrapped, optimizer=trainer.optimizer.optimizer, loader=loader.base_dataloader,
-            scheduler=trainer.lr_scheduler, scaler=getattr(trainer.accelerator, "scaler", None), max_steps=max_steps,
-            **{**following, **self._settings},
-        )  # fmt: skip
-        self.guard.without_probes("the Trainer counts every batch as one of its own")
-        steps = "max_steps={}" if trainer.args.max_steps > 0 else "the Trainer's {} steps"
-        self.guard.name_ends(steps, f"num_train_epochs={trainer.args.num_train_epochs:g}")
-        self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.state.global_step", keep=None))
         if generates_text(trainer):
             self.guard.judge_first()
         self._saves.saved = SavedFiles(self.guard.run, trainer.args.process_index)
@@ -188,7 +170,9 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
             self._begin_epoch(epoch)
             ended = False
             while not ended and (self._drawn or not self.guard.interrupted):
-                with contextlib.suppress(_Moved), _without_skipped_batches():
+                # It finds its place by skipping batches; what it iterates here stands there already.
+                there = replaced(transformers.trainer, skip_first_batches=lambda loader, count: loader)
+                with contextlib.suppress(_Moved), there:
                     self._originals["_run_epoch"](**{**given, **self._place(epoch, given["steps_in_epoch"])})
                     ended = True
             if trainer.control.should_training_stop:
@@ -318,12 +302,4 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         self._draw()
 
 
-@contextlib.contextmanager
-def _without_skipped_batches() -> Iterator[None]:
-    """`_run_epoch` finds its place by `skip_first_batches`; what it iterates here stands there already."""
-    original = transformers.trainer.skip_first_batches
-    transformers.trainer.skip_first_batches = lambda loader, count: loader
-    try:
-        yield
-    finally:
-        transformers.trainer.skip_first_batches = original
+protect = _GuardedLoop.protect

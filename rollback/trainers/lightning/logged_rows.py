@@ -82,10 +82,13 @@ def _rows(text: str) -> list[dict[str, Any]]:
 
 
 def _write(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    """As a whole: a kill, or a disk without room, leaves the rows that were there."""
     if not rows:
         path.unlink(missing_ok=True)
         return
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    new = path.with_name(f".{path.name}.new")
+    with open(new, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
+    new.replace(path)

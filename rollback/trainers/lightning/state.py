@@ -42,8 +42,9 @@ _OF_SOME = {
 """The same of torchmetrics' own, by their classes. What else a metric has may be a setting."""
 _CHECKPOINT = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 """Of ModelCheckpoint, besides its `state_dict`."""
-_SAVING = "ModelCheckpoint", "model_checkpoint"
-_STOPPING = "EarlyStopping", "early_stopping"
+_SAVING = "ModelCheckpoint", "callbacks.model_checkpoint"
+_STOPPING = "EarlyStopping", "callbacks.early_stopping"
+_TIMING = "Timer", "callbacks.timer"
 
 
 class FitState:
@@ -112,7 +113,7 @@ class FitState:
             or 0 <= trainer.max_steps <= updates
             or trainer._logger_connector.should_update_logs
             or loop._should_check_val_fx(None)
-            or any(_saves_at(updates, item) for item in trainer.callbacks if _is(item, *_SAVING))
+            or any(_saves_at(updates, item) for item in trainer.callbacks if is_of(item, *_SAVING))
         )
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
@@ -295,13 +296,13 @@ def _of_this_process(item: Any) -> dict[str, Any]:
     rollback, which does not begin it anew, that would count twice; and the time of undone steps has passed.
     An EarlyStopping's patience is a setting, which the script of a resumed run may have changed.
     """
-    running = ("_offset",) if _is(item, "Timer", "timer") and item.start_time() is not None else ()
-    return _attributes(item, (*running, *(("patience",) if _is(item, *_STOPPING) else ())))
+    running = ("_offset",) if is_of(item, *_TIMING) and item.start_time() is not None else ()
+    return _attributes(item, (*running, *(("patience",) if is_of(item, *_STOPPING) else ())))
 
 
-def _is(item: Any, name: str, module: str) -> bool:
-    """Whether it is a callback of that name from Lightning's module."""
-    return any(kind.__name__ == name and kind.__module__.endswith(f"callbacks.{module}") for kind in type(item).__mro__)
+def is_of(item: Any, name: str, *modules: str) -> bool:
+    """Whether it is of the class of that name from one of these modules of Lightning."""
+    return any(kind.__name__ == name and kind.__module__.endswith(modules) for kind in type(item).__mro__)
 
 
 def _saves_at(updates: int, callback: Any) -> bool:
@@ -312,12 +313,12 @@ def _saves_at(updates: int, callback: Any) -> bool:
 
 def _asked_for(trainer: Any) -> dict[str, float]:
     """How much training is asked for; -1: without end."""
-    of_time = [item._duration for item in trainer.callbacks if _is(item, "Timer", "timer")]
+    of_time = [item._duration for item in trainer.callbacks if is_of(item, *_TIMING)]
     return {
         "epochs": trainer.max_epochs,
         "steps": trainer.max_steps,
         "seconds": min((seconds for seconds in of_time if seconds is not None), default=-1),
-        "patience": min((item.patience for item in trainer.callbacks if _is(item, *_STOPPING)), default=-1),
+        "patience": min((item.patience for item in trainer.callbacks if is_of(item, *_STOPPING)), default=-1),
     }
 
 

@@ -26,32 +26,23 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.environment import ENV_ATTEMPT
 from rollback.errors import UsageError
-from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing
+from rollback.trainers.guarded_trainer import GuardedTrainer, named, refusing, replaced
 from rollback.trainers.lightning.limited_loader import limited_loader
-from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
+from rollback.trainers.lightning.state import FitState, attributes_of_callbacks, is_of
 from rollback.trainers.lightning.unsupported import refuse_unknown_callbacks, require_known, require_known_module
-from rollback.trainers.refusals import say_left_aside
 from rollback.trainers.saved_files import SavedFiles
-from rollback.wording import Calls
 
 _NONE = object()
-
-
-def protect(trainer: Any, **settings: Any) -> Any:
-    """Put a guard into the loop of Lightning's Trainer: `rollback.protect(trainer)`."""
-    _GuardedFit.require_unprotected(trainer)
-    require_known(trainer)
-    _GuardedFit(trainer, settings).install()
-    return trainer
+_SAVING_CONFIG = "SaveConfigCallback", "pytorch.cli", "lightning.cli"
 
 
 class _GuardedFit(GuardedTrainer):
     """One `fit` of one Trainer, and what its loop takes for the fetcher of its batches."""
 
-    entry = "fit"
+    entry, step_name = "fit", "trainer.global_step"
+    require_known = staticmethod(require_known)
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
         super().__init__(trainer, settings)
@@ -88,23 +79,16 @@ class _GuardedFit(GuardedTrainer):
         ckpt_path: Any = None, *more: Any, **others: Any,
     ) -> Any:  # fmt: skip
         with refusing(status=1):
-            self._leave_aside(ckpt_path)
+            if ckpt_path is not None and self._trainer.is_global_zero:  # other hosts may not have the record
+                known = SavedFiles(attach.run_paths(self._settings.get("run")).root).has(str(ckpt_path))
+                way = "file, load the model from it: load_from_checkpoint"
+                self._leave_aside(ckpt_path, f"ckpt_path={str(ckpt_path)!r}", known, way)
             self._require_first()
-            require_known(self._trainer)  # callbacks may have come since
+            self.require_known(self._trainer)  # callbacks may have come since
             require_known_module(getattr(model, "_orig_mod", model))
         self._leave_saved_config()
         given = train_dataloaders, val_dataloaders, datamodule
         return self._originals["fit"](model, *given, None, *more, **others)
-
-    def _leave_aside(self, ckpt_path: Any) -> None:
-        if ckpt_path is not None and self._trainer.is_global_zero:  # other hosts may not have the record
-            if not SavedFiles(attach.run_paths(self._settings.get("run")).root).has(str(ckpt_path)):
-                raise UsageError(
-                    f"trainer.fit(ckpt_path={str(ckpt_path)!r}) of a Trainer under rollback.protect",
-                    hint="leave it out: the same command goes on where the run was. To begin a new run with the "
-                    "weights of such a file, load the model from it: load_from_checkpoint",
-                )
-            say_left_aside(ckpt_path)
 
     def _leave_saved_config(self) -> None:
         """A LightningCLI saves its config at each start, and raises where there is one, as another run's. In a run that
@@ -112,8 +96,10 @@ class _GuardedFit(GuardedTrainer):
         since the guard may still refuse this job."""
         began = os.path.lexists(attach.run_paths(self._settings.get("run")).identity)
         goes_on = began or int(os.environ.get(ENV_ATTEMPT, "1")) > 1  # an attempt may have died before its guard
-        saving = (item for item in self._trainer.callbacks if _saves_config(item))
-        if (callback := next(saving, None)) is None or callback.overwrite:
+        if "setup" in self._originals:  # this fit was called before, and came to no training
+            return
+        saving = (item for item in self._trainer.callbacks if is_of(item, *_SAVING_CONFIG))
+        if (callback := next(saving, None)) is None or callback.overwrite or not callback.save_to_log_dir:
             return
 
         def setup(trainer: Any, *given: Any, **others: Any) -> None:
@@ -150,11 +136,8 @@ class _GuardedFit(GuardedTrainer):
                 )
             return self
 
-        module._select_data_fetcher = select  # type: ignore[attr-defined]
-        try:
+        with replaced(module, _select_data_fetcher=select):
             self._originals["setup_data"]()
-        finally:
-            module._select_data_fetcher = original  # type: ignore[attr-defined]
 
     def run(self) -> None:
         loop = self._loop
@@ -251,16 +234,13 @@ class _GuardedFit(GuardedTrainer):
                 "rollback.protect got a Trainer without an optimizer", hint="return one from configure_optimizers"
             )
         self._state.state_dict()  # refuses now what could not be kept later
-        others = numbered("scheduler", (config.scheduler for config in trainer.lr_scheduler_configs))
+        others = named("scheduler", (config.scheduler for config in trainer.lr_scheduler_configs))
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             others["scaler"] = scaler
-        self.guard = Guard(
-            model=trainer.model, optimizer=trainer.optimizers[0], loader=loader,
-            max_steps=None if trainer.max_steps == -1 else trainer.max_steps, **others, **self._settings,
+        self._begin(
+            "max_steps={}", model=trainer.model, optimizer=trainer.optimizers[0], loader=loader,
+            max_steps=None if trainer.max_steps == -1 else trainer.max_steps, **others,
         )  # fmt: skip
-        self.guard.without_probes("the Trainer counts every batch as one of its own")
-        self.guard.name_ends("max_steps={}")
-        self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.global_step", keep=None))
         self._state.saved = SavedFiles(self.guard.run)
         self.guard.keep(lightning_counts=self._state.counts, lightning=self._state, lightning_evaluated=self._evaluated)
 
@@ -372,14 +352,10 @@ class _GuardedFit(GuardedTrainer):
         pass
 
 
-def _saves_config(callback: Any) -> bool:
-    kinds = ((kind.__module__, kind.__name__) for kind in type(callback).__mro__)
-    return any(
-        name == "SaveConfigCallback" and module.endswith(("pytorch.cli", "lightning.cli")) for module, name in kinds
-    )
-
-
 def _count(progress: Any, current: int, total: int) -> None:
     """Put a progress of Lightning's to where so many are completed, and none has begun since."""
     for tracker, number in ((progress.current, current), (progress.total, total)):
         tracker.load_state_dict(dict.fromkeys(tracker.state_dict(), number))
+
+
+protect = _GuardedFit.protect

@@ -4,8 +4,7 @@ import os
 from typing import Any
 
 from rollback.errors import UsageError
-from rollback.train.start import attach
-from rollback.trainers.refusals import require_none_of
+from rollback.trainers.guarded_trainer import refusing, require_none_of
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 _KNOWN_STRATEGY = 'strategy="ddp", one device, or FSDP2 by ModelParallelStrategy(N, tensor_parallel_size=1)'
@@ -59,11 +58,9 @@ def _require_known_callbacks(trainer: Any) -> None:
 def refuse_unknown_callbacks(trainer: Any) -> None:
     """The same for callbacks that the module has brought by its `configure_callbacks`, before they do anything. They
     also come with a validation or a test, which they do not change."""
-    try:
-        if trainer.state.fn == "fit":
+    if trainer.state.fn == "fit":
+        with refusing(status=1):
             _require_known_callbacks(trainer)
-    except UsageError as error:
-        attach.refuse(error, status=1)
 
 
 def require_known_module(module: Any) -> None:

@@ -21,10 +21,8 @@ import torchtitan.trainer
 from torchtitan.components.dataloader import DataloaderExhaustedError
 
 from rollback.errors import UsageError
-from rollback.train.guard import Guard
 from rollback.train.sharded import local_of
-from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing
-from rollback.trainers.refusals import require_none_of
+from rollback.trainers.guarded_trainer import GuardedTrainer, named, refusing, require_none_of
 from rollback.trainers.torchtitan.state import (
     JoinedOptimizer,
     TrainState,
@@ -32,21 +30,12 @@ from rollback.trainers.torchtitan.state import (
     make_rewindable,
     without_state_dict_hooks,
 )
-from rollback.wording import Calls
 
 _NOT_FINITE = "Loss is not finite"
 """What torchtitan's check of the loss begins its message with."""
 _PATIENCE = 2
 """Updates behind one without a finite loss until the guard has given its verdict: it comes with the next update."""
 _LOOP = {"train": "a loop", "should_continue_training": "an end"}
-
-
-def protect(trainer: Any, **settings: Any) -> Any:
-    """Put a guard into the loop of torchtitan's Trainer: `rollback.protect(trainer)`."""
-    _GuardedTraining.require_unprotected(trainer)
-    _require_known(trainer)
-    _GuardedTraining(trainer, settings).install()
-    return trainer
 
 
 def _require_known(trainer: Any) -> None:
@@ -87,7 +76,8 @@ def _require_known(trainer: Any) -> None:
 class _GuardedTraining(GuardedTrainer):
     """One training of one Trainer, and the iterable of its batches."""
 
-    entry = "train"
+    entry, step_name = "train", "trainer.step"
+    require_known = staticmethod(_require_known)
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
         super().__init__(trainer, settings)
@@ -113,7 +103,7 @@ class _GuardedTraining(GuardedTrainer):
     def train(self) -> None:
         with refusing():
             self._require_first()
-            _require_known(self._trainer)
+            self.require_known(self._trainer)
         with self._until_done:
             self._originals["train"]()
             if self._stopped is not None:
@@ -139,14 +129,10 @@ class _GuardedTraining(GuardedTrainer):
             )
         self._until_done.enter_context(without_state_dict_hooks(trainer.model_parts[0]))
         make_rewindable(trainer.dataloader)
-        self.guard = Guard(
-            model=trainer.model_parts[0], optimizer=JoinedOptimizer(trainer.optimizers),  # type: ignore[arg-type]
-            loader=trainer.dataloader, max_steps=config.training.steps,
-            **numbered("scheduler", trainer.lr_schedulers), **self._settings,
+        self._begin(
+            "training.steps={}", model=trainer.model_parts[0], optimizer=JoinedOptimizer(trainer.optimizers),
+            loader=trainer.dataloader, max_steps=config.training.steps, **named("scheduler", trainer.lr_schedulers),
         )  # fmt: skip
-        self.guard.without_probes("the Trainer counts every batch as one of its own")
-        self.guard.name_ends("training.steps={}")
-        self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.step", keep=None))
         self.guard.keep(torchtitan=self._state)
 
     def should_continue_training(self) -> bool:
@@ -200,3 +186,6 @@ class _GuardedTraining(GuardedTrainer):
         except SystemExit as stop:
             self._stopped = stop
             raise
+
+
+protect = _GuardedTraining.protect

@@ -82,6 +82,14 @@ def of_version(library: str, version: str) -> Callable[[], None]:
     return refused
 
 
+def of_a_source_tree() -> None:
+    """As torchtitan is mostly run; nothing tells Python of its version."""
+    given = trainer()
+    unknown = importlib.metadata.PackageNotFoundError("transformers")
+    with mock.patch.object(importlib.metadata, "version", side_effect=unknown):
+        rollback.protect(given)
+
+
 def with_completions(trained: Any, *, of_batches: int, updates_of: int) -> Any:
     """As TRL's GRPOTrainer has them."""
     trained._buffered_inputs, trained._step, trained.num_iterations = None, 0, 2
@@ -124,6 +132,12 @@ def with_two_loaders() -> None:
     rollback.protect(accelerator, model, optimizer, loader, accelerator.prepare(DataLoader(DATA)))
 
 
+def with_a_scheduler_by_its_name() -> None:
+    accelerator, model, optimizer, loader = prepared()
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
+    rollback.protect(accelerator, model, optimizer, loader, scheduler=scheduler)
+
+
 def without_prepare() -> None:
     accelerator, model, _, loader = prepared()
     rollback.protect(accelerator, model, torch.optim.SGD(model.parameters(), 0.1), loader)
@@ -146,6 +160,7 @@ CASES: dict[str, Callable[[], object]] = {
     "nothing": rollback.protect,
     "an older transformers": of_version("transformers", "4.57.1"),
     "a newer transformers": of_version("transformers", "6.0.0"),
+    "a source tree": of_a_source_tree,
     "an older accelerate": of_version("accelerate", "0.34.2"),
     "resume_from_checkpoint": lambda: protected().train(resume_from_checkpoint="out/checkpoint-5"),
     "auto_find_batch_size": lambda: protected(auto_find_batch_size=True),
@@ -166,6 +181,8 @@ CASES: dict[str, Callable[[], object]] = {
     "behind train": behind_train,
     "twice": twice,
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
+    "what the Trainer has by its name": lambda: rollback.protect(trainer(), max_steps=4).train(),
+    "a scheduler by its name": with_a_scheduler_by_its_name,
     "the dispatcher": lambda: rollback.protect(*prepared(dispatch=True)),
     "the Trainer with the dispatcher": lambda: protected(accelerator_config={"dispatch_batches": True}).train(),
     "a stream, as it is by default": lambda: rollback.protect(*prepared(Stream(), dispatch=None)),

@@ -119,3 +119,20 @@ def test_a_module_beside_the_script_is_found_before_one_that_was_imported_ahead(
         [sys.executable, "-c", BESIDE], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
     )
     assert done.stdout == "7 Stats Guard False\n1\nended with 0\n"
+
+
+def test_a_script_that_goes_to_another_folder_finds_what_lies_beside_it_and_its_own_source(tmp_path: Path) -> None:
+    """Python names a script by its whole path, also where it was given another; its `__builtins__` are the module."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.py").write_text(
+        "import inspect, os, sys\n"
+        "def train(): ...\n"
+        "os.chdir('/')\n"
+        "__builtins__.print(sys.argv[0], __file__, __loader__.path, inspect.getsource(train), sep='\\n', flush=True)\n"
+    )
+    done = run_warm(
+        [sys.executable, "-c", BESIDE], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+    )
+    whole = folder / "train.py"
+    assert done.stdout == f"folder/train.py\n{whole}\n{whole}\ndef train(): ...\n\nended with 0\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollback.train.introspection import frame_of, instances, own_variables
+from rollback.train.introspection import frame_of, instances, is_own, own_variables
 
 
 def test_no_search_for_cycles_may_begin_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +26,12 @@ def test_no_search_for_cycles_may_begin_in_the_call(monkeypatch: pytest.MonkeyPa
     assert seen == [False]
     assert gc.isenabled()
     assert frame_of(0) is None
+
+
+def test_a_folder_of_the_users_whose_name_ends_like_one_of_packages_is_the_users_own() -> None:
+    assert is_own("/home/me/ml-packages/train.py")
+    packages = "lib/python3.11/site-packages", "lib/python3/dist-packages"
+    assert not any(is_own(f"/opt/env/{folder}/torch/nn.py") for folder in packages)
 
 
 class Strange(type):  # noqa: PLW1641

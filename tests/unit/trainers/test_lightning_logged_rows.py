@@ -1,5 +1,6 @@
 """Rows of undone steps leave Lightning's CSV log; a new file begins with the rows up to where the job goes on."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,22 @@ def test_rows_that_the_logger_has_not_saved_yet_stay(loggers: Any, tmp_path: Pat
     log(logger, 2)
     rows.load_state_dict(kept)
     assert text(logger).splitlines() == ["loss,of my own,step", "0.125,,1", ",0.25,1"]
+
+
+def test_a_disk_that_takes_no_more_leaves_the_rows_as_they_were(loggers: Any, tmp_path: Path) -> None:
+    logger = loggers.CSVLogger(tmp_path)
+    rows = LoggedRows(logger)
+    rows.state_dict()
+    log(logger, 1, 2)
+    kept = rows.state_dict()
+    log(logger, 3)
+    as_it_was, before = text(logger), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        rows.load_state_dict(kept)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert text(logger) == as_it_was
 
 
 def test_with_no_row_there_is_no_file(loggers: Any, tmp_path: Path) -> None:
