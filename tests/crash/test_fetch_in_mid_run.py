@@ -17,7 +17,7 @@ from rollback.ring.url import store as storing
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.journal import read_journal
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import RunPaths, shard_name
 from rollback.train.catalogue import remote
 from rollback.train.catalogue.remote import RemoteRing
 from rollback.train.comm.ranks import Ranks
@@ -123,6 +123,24 @@ def test_a_checkpoint_that_is_in_the_run_directory_all_the_same_is_not_fetched(p
     assert (len(bucket.operations), done) == (operations, [])
     assert not paths.quarantine.exists()
     assert len([line for line in read_journal(paths.train_journal).records if isinstance(line.fact, Fetched)]) == 1
+
+
+def test_what_is_here_and_cannot_be_read_stays_until_its_copy_is_here(paths: RunPaths, bucket: Bucket) -> None:
+    """It may be sound, and a pin may keep it: a disk that fails for a moment shows as much."""
+    there, _, _ = reaching(paths)
+    there.fetch(NAMES[1])
+    shard = paths.checkpoint(NAMES[1]) / shard_name(0)
+    sound = shard.read_bytes()
+    shard.write_bytes(sound[:8])
+    bucket.fail(0, "for ever")
+    with pytest.raises(CheckpointOutOfReach):
+        there.fetch(NAMES[1])
+    assert shard.read_bytes() == sound[:8]
+    bucket.heal()
+    there.try_again()
+    there.fetch(NAMES[1])
+    assert whole(paths, NAMES[1])
+    assert (paths.quarantine / NAMES[1] / shard.name).read_bytes() == sound[:8]
 
 
 def test_a_record_that_cannot_be_read_offers_nothing(paths: RunPaths) -> None:

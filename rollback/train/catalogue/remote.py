@@ -137,7 +137,8 @@ class HostCopies:
 class CheckpointDownload:
     """A rank's download into its run directory. It begins at once, in a thread.
 
-    alone: no other checkpoint is to be in that ring.
+    alone: no other checkpoint is to be in that ring. Else one that is there by that name goes to quarantine behind it:
+    a disk that fails for a moment makes sound ones look damaged.
     """
 
     def __init__(self, paths: RunPaths, url: str, name: str, *, alone: bool = False) -> None:
@@ -188,8 +189,8 @@ class CheckpointDownload:
 
     def _make_room(self) -> None:
         files.make_directory(self._paths.ring)
-        for other in ring.names(self._paths):
+        for other in ring.names(self._paths) if self._alone else ():
             if other == self._name:  # and is not whole, or another one
                 files.remove_directory(self._paths.checkpoint(other))
-            elif self._alone:
+            else:
                 ring.evict(self._paths, other)
