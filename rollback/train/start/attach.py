@@ -149,7 +149,7 @@ def _restore_newest(
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault.message}")
         if isinstance(result.unsettled, CheckpointForbidden):
             raise CheckpointForbidden(result.unsettled.message, hint=LET_IT_BE_READ)
-        if result.unsettled is not None and (ranks.apart or manifest in found.at_url):
+        if result.unsettled is not None:  # also of one that is here and not whole, where a sound copy is to be fetched
             unreached = CheckpointOutOfReach(
                 f"{manifest.name}, with which the run goes on, cannot be had on every host: {result.unsettled.message}",
                 hint="the checkpoint may be sound: the same command goes on with it once that host reaches the ring "

@@ -124,6 +124,31 @@ def test_where_the_planned_checkpoint_does_not_come_an_older_good_one_serves_and
     assert found.damaged == {}, "what is in here is journalled as quarantined"
 
 
+def test_nor_is_one_condemned_that_is_here_in_part_where_the_copy_of_it_does_not_come(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once anything has to be fetched, what is not whole here is fetched too."""
+
+    def restore(name: str, *_: Any) -> RestoreOutcome:
+        place = CheckpointPlace(Path(name), RunPaths(Path()))
+        if name == CheckpointName.of(0, 5):
+            return RestoreOutcome(place)
+        return RestoreOutcome(faults=[(place, CheckpointOutOfReach("nothing came for 120 s"))])
+
+    monkeypatch.setattr(attach, "restore", restore)
+    manifests = [manifest_of(seq, step) for seq, step in enumerate((5, 8, 10))]
+    names = [manifest.name for manifest in manifests]
+    good = [BecameGood(checkpoint=manifest.name, step=manifest.step) for manifest in manifests]
+    facts = [*(committed(m.seq, m.step) for m in manifests), *good]
+    back = rollback_plan(1, names[2], 10, (11, 20))
+    found = found_run(history_of(*facts, incident(1, 11, 11), back), manifests[:2], None)
+    found.at_url.append(manifests[2])
+    restored = _restore_newest(paths, found, STATE, Ranks(), URL)
+    assert restored is not None
+    assert restored[0] == manifests[0]
+    assert found.damaged == {}
+
+
 def test_what_a_rollback_has_cut_off_is_not_asked_for_at_the_url(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
