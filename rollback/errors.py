@@ -4,10 +4,12 @@ Every error says what was being done, to which object, why it failed and what to
 of these errors: it appears as an ordinary Python exception.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+_T = TypeVar("_T")
 
 RefusalKind = Literal["job", "ranks", "command", "settings", "data", "script"]
 """What an error refuses: the job as a whole, its number of ranks, what the command or a call says, a setting, the data,
@@ -196,3 +198,11 @@ def reading_checkpoint(doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise unreadable(doing, error) from error
+
+
+def once_more_if_unreadable(act: Callable[[], _T]) -> _T:
+    """What `act` gives. A disk that refuses once must not cost a checkpoint."""
+    try:
+        return act()
+    except CheckpointUnreadable:
+        return act()

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_seri
 
 from rollback.checkpoints.format import packs
 from rollback.checkpoints.format.shard import Written
-from rollback.errors import CheckpointDamaged, reading_checkpoint
+from rollback.errors import CheckpointDamaged, once_more_if_unreadable, reading_checkpoint
 from rollback.rundir import seal
 from rollback.rundir.paths import (
     FORMAT,
@@ -168,14 +168,13 @@ def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
     in_slot: of the fast tier, where a directory's name says nothing of what is in it.
     """
     path = directory / MANIFEST
-    try:
+
+    def read() -> bytes:
         with reading_checkpoint(f"reading the manifest {path}"):
-            try:
-                data = read_small_file(path, MANIFEST_LIMIT)
-            except FileNotFoundError:
-                raise
-            except OSError:
-                data = read_small_file(path, MANIFEST_LIMIT)  # a disk that refuses once must not cost a checkpoint
+            return read_small_file(path, MANIFEST_LIMIT)
+
+    try:
+        data = once_more_if_unreadable(read)
     except ValueError as error:
         raise CheckpointDamaged(f"the manifest {path} is damaged: {error}") from error
     return parse_manifest(data, None if in_slot else directory.name, str(path))

@@ -14,11 +14,11 @@ from rollback.checkpoints.format.shard import Written, read_verified
 from rollback.checkpoints.resume import candidates
 from rollback.errors import (
     CheckpointDamaged,
-    CheckpointUnreadable,
     CheckpointUnusable,
     JournalDamaged,
     RunDirectoryError,
     RunDoesNotFit,
+    once_more_if_unreadable,
     reporting,
 )
 from rollback.ring.url import record
@@ -37,7 +37,6 @@ from rollback.system.small_json import SIZE, parse_model
 from rollback.terminal.quantities import size
 
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
-_TRIES = 2
 _GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behind the onset of a trouble to come
 Say = Callable[[str], None]
 
@@ -255,19 +254,16 @@ def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
 
 
 def _fault_of(place: tiers.Located) -> CheckpointUnusable | None:
-    """Only a failure of the disk is tried again."""
-    fault: CheckpointUnusable | None = None
-    for _ in range(_TRIES):
-        try:
-            with tiers.hold_slot(place):
-                for shard in place.manifest.shards:
-                    _require_sound(place.directory / shard.file, shard.written, shard.start)
-            return None
-        except CheckpointUnreadable as error:
-            fault = error
-        except CheckpointUnusable as error:
-            return error
-    return fault
+    def read() -> None:
+        with tiers.hold_slot(place):
+            for shard in place.manifest.shards:
+                _require_sound(place.directory / shard.file, shard.written, shard.start)
+
+    try:
+        once_more_if_unreadable(read)
+    except CheckpointUnusable as error:
+        return error
+    return None
 
 
 def _require_sound(path: Path, expected: Written, start: int | None = None) -> None:

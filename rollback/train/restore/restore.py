@@ -10,8 +10,8 @@ from rollback.errors import (
     CheckpointDamaged,
     CheckpointForbidden,
     CheckpointOutOfReach,
-    CheckpointUnreadable,
     CheckpointUnusable,
+    once_more_if_unreadable,
 )
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
@@ -107,19 +107,16 @@ def _verified(place: CheckpointPlace, name: str, ranks: Ranks, state: TrainingSt
 
 def _open(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenShards:
     """Open a checkpoint on this rank, once more where the disk refuses. Raises CheckpointUnusable."""
-    try:
-        return _open_once(place, name, ranks)
-    except CheckpointUnreadable:
-        return _open_once(place, name, ranks)
 
+    def once() -> OpenShards:
+        # Read from there even where the caller has a manifest: it may hold something else by now.
+        manifest = read_manifest(place.directory, in_slot=place.in_slot)
+        if manifest.name != name:
+            raise CheckpointDamaged(f"{place.directory} holds {manifest.name}, not {name}")
+        made = OwnShard if place.in_slot and ranks.host_count > 1 else AllShards
+        return made(manifest, place.directory, place.memory, ranks)
 
-def _open_once(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenShards:
-    # Read from there even where the caller has a manifest: it may hold something else by now.
-    manifest = read_manifest(place.directory, in_slot=place.in_slot)
-    if manifest.name != name:
-        raise CheckpointDamaged(f"{place.directory} holds {manifest.name}, not {name}")
-    made = OwnShard if place.in_slot and ranks.host_count > 1 else AllShards
-    return made(manifest, place.directory, place.memory, ranks)
+    return once_more_if_unreadable(once)
 
 
 def _load(reading: OpenShards, ranks: Ranks, state: TrainingState) -> None:
