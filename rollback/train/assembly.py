@@ -103,6 +103,7 @@ def assemble(
     run.ranks.agreed(heartbeat.start)
     skips, updates = SkipList(run), Updates(optimizer, objects.get("scaler"), model)
     batches = Batches(run, loader, cursor, skips)
+    if_refused.callback(batches.close)
     checkpoints, schedule, drainer = _checkpoint_side(run, state, heartbeat.turn_to, if_refused)
     snapshots = checkpoints.snapshots
     evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)

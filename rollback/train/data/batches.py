@@ -139,4 +139,5 @@ class Batches:
 
     def close(self) -> None:
         self._log.close()
+        self.skips.close()
         self._cursor.close()

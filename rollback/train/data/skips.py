@@ -98,6 +98,12 @@ class SkipList:
                 self._guarded(lambda writer: writer.flush(durable=True))
                 self._record.note(PassedOver(first=first, last=cursor.batch - 1, step=step, timeline=timeline))
 
+    def close(self) -> None:
+        """Close the record. It is opened again where more is skipped."""
+        if self._writer is not None:
+            self._guarded(LineWriter.close)
+            self._writer = None
+
     def _guarded(self, act: Callable[[LineWriter], None]) -> None:
         try:
             if self._writer is None:

@@ -287,13 +287,30 @@ def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path
 def test_guards_that_are_gone_leave_no_file_open(tmp_path: Path) -> None:
     """A process may make hundreds of them, as in a search for settings."""
 
+    known = threading.enumerate()
+
     def open_files(number: int) -> int:
         guard(tmp_path / str(number)).close()
+        require_ended(known)  # one that has no more to do may hold it for another moment
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     first = open_files(0)
     assert [open_files(number) for number in range(1, 4)] == [first] * 3
+
+
+def open_records() -> list[str]:
+    """This process's open files of the draw log and of the skip record."""
+    paths = (Path(os.path.realpath(f"/proc/self/fd/{number}")) for number in os.listdir("/proc/self/fd"))
+    return sorted(path.parent.name for path in paths if path.parent.name in ("draws", "skips"))
+
+
+def test_a_guard_that_is_closed_holds_no_record_of_its_data_open(tmp_path: Path) -> None:
+    made = guard(tmp_path / "run", loader=list(torch.ones(8, 1, 4)), skip=[{"first": 0, "last": 1}])
+    next(iter(made))
+    assert open_records() == ["draws", "skips"]
+    made.close()
+    assert open_records() == []
 
 
 def test_a_guard_that_is_broken_off_while_it_reads_its_run_leaves_the_run_free(
@@ -373,5 +390,6 @@ def test_a_guard_that_is_refused_when_it_has_attached_leaves_the_process_as_it_w
     before = signal.getsignal(signal.SIGTERM), sys.excepthook
     require_refused(tmp_path / "run", monkeypatch)
     assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
+    assert open_records() == []
     require_ended(known)
     guard(tmp_path / "run").close()
