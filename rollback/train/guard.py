@@ -198,9 +198,13 @@ class Guard:
         number becomes that number. An object with `state_dict` and `load_state_dict` is kept too: the guard stores such
         values from the former, and gives them to the latter after each resume and rollback. So is a random generator
         of torch, NumPy or Python. Each rank has its own values, so rank 0 may use a name that others do not. Raises
-        UsageError for any other value, and for a name that is already kept.
+        UsageError for any other value, and for a name that is already kept; RunDoesNotFit where an object does not load
+        what the checkpoint has by its name.
         """
-        return self._loop.state.kept.add(first)
+        try:
+            return self._loop.state.kept.add(first)
+        except RunDoesNotFit as error:
+            self.refuse(error)
 
     def announce(self, phase: str) -> None:
         """Announce a new phase: other data, another loss. The sentinel learns the new level.

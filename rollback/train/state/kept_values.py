@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rollback.errors import UsageError
+from rollback.errors import RunDoesNotFit, StateRefused, UsageError
 from rollback.train.data.cursor.generators import KeptGenerator, is_generator
 from rollback.train.state.stateful import load_into
 
@@ -94,7 +94,7 @@ class KeptByScript:
 
     def add(self, first: Mapping[str, Any]) -> KeptValues:
         """Keep more values from now on. first: used where the checkpoint has none. See `Guard.keep`. Raises
-        StateRefused where an object refuses its state, as `load_state_dict` does."""
+        RunDoesNotFit where an object refuses its state."""
         for name in first:
             if name in self._first or name in self._objects:
                 raise UsageError(
@@ -107,7 +107,7 @@ class KeptByScript:
         objects = generators | {name: value for name, value in first.items() if _tells_its_state(value, name)}
         checked = {name: _plain(value, name) for name, value in first.items() if name not in objects}
         self._add_objects(objects)
-        self._load_objects(objects)
+        self._go_on_with(objects)
         self._first.update(plain(checked))
         self._values.update({name: self._restored.get(name, value) for name, value in checked.items()})
         return self._kept
@@ -177,6 +177,14 @@ class KeptByScript:
             if name in self._restored:
                 load_into(name, item, copy.deepcopy(self._restored[name]))
 
+    def _go_on_with(self, objects: Mapping[str, Any]) -> None:
+        """Load what the checkpoint that the run has resumed from has of them. Raises RunDoesNotFit where one refuses
+        that: so will each next attempt."""
+        try:
+            self._load_objects(objects)
+        except StateRefused as error:
+            raise RunDoesNotFit(error.message, hint=error.hint) from error
+
     def keep_generators(self, found: Mapping[str, Any]) -> None:
         """Keep random generators of the script from now on. In a run that goes on they are put back as its loop begins:
         what the script draws in front of that is what it drew at the first start."""
@@ -187,8 +195,8 @@ class KeptByScript:
         return {name: item for name, item in self._objects.items() if isinstance(item, KeptGenerator)}
 
     def restore_generators(self) -> None:
-        """Those among the values, as they were at the last load."""
-        self._load_objects(self._generators)
+        """Those among the values, as they were at the last load. Raises RunDoesNotFit as `add`."""
+        self._go_on_with(self._generators)
 
     def generators(self) -> dict[str, dict[str, Any]]:
         """The present states of those among the values, by name."""

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from toy import facts
 
 import rollback
-from rollback.errors import RollbackError, UsageError
+from rollback.environment import ENV_REFUSAL
+from rollback.errors import ExitCode, RollbackError, UsageError
 from rollback.facts.training import Committed, Dropped
 from rollback.inspect.ring.checkpoints import read_held
 from rollback.rundir.failures import read_failures
@@ -282,6 +283,39 @@ def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path
     first, resumed = drawn(leave_at=6), drawn(leave_at=None)
     assert torch.equal(first[0], resumed[0])
     assert not torch.equal(first[1], resumed[1]), "the loop goes on with the random states of the checkpoint"
+
+
+class Counts:
+    """An object of the script's, of a version that has a state of its own."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def state_dict(self) -> dict[str, int]:
+        return {"version": self.version}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["version"] != self.version:
+            raise KeyError("seen")
+
+
+def test_a_kept_object_that_does_not_load_its_state_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no attempt after another, as what a script raises by itself."""
+    first = guard(tmp_path / "run", loader=list(torch.ones(8, 1, 4)))
+    first.keep(counts=Counts(1))
+    for x in first:
+        first._loop.state.model(x).sum().backward()
+        first._loop.state.optimizer.step()
+    first.close()
+    monkeypatch.setenv(ENV_REFUSAL, str(tmp_path / "refusal"))
+    resumed = guard(tmp_path / "run", loader=list(torch.ones(8, 1, 4)))
+    with pytest.raises(SystemExit):
+        resumed.keep(counts=Counts(2))
+    told = json.loads((tmp_path / "refusal").read_text())
+    assert told["exit_code"] == ExitCode.UNFIT
+    assert "the Counts 'counts' did not load the state" in told["message"]
 
 
 def test_guards_that_are_gone_leave_no_file_open(tmp_path: Path) -> None:

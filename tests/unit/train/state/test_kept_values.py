@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.errors import StateRefused, UsageError
+from rollback.errors import RunDoesNotFit, StateRefused, UsageError
 from rollback.train.state import tree
 from rollback.train.state.kept_values import KeptByScript
 
@@ -116,8 +116,17 @@ def test_an_object_that_does_not_load_what_was_kept_by_its_name_is_named(state: 
     with pytest.raises(StateRefused, match=f"the Counts 'counts' did not load .* KeyError: 'count'. That state {told}"):
         script.load_state_dict({"counts": state})
     resumed.load_state_dict({"counts": state})
-    with pytest.raises(StateRefused, match="the Counts 'counts' did not load"):
+    with pytest.raises(RunDoesNotFit, match="the Counts 'counts' did not load"):
         resumed.add({"counts": Counts()})
+
+
+def test_a_generator_that_became_one_of_another_kind_is_named_where_its_loop_begins() -> None:
+    script, resumed = KeptByScript(), KeptByScript()
+    script.keep_generators({"noise": np.random.default_rng(0)})
+    resumed.load_state_dict(script.state_dict())
+    resumed.keep_generators({"noise": torch.Generator()})
+    with pytest.raises(RunDoesNotFit, match="'generator noise' did not load"):
+        resumed.restore_generators()
 
 
 class Phase(enum.IntEnum):
