@@ -19,7 +19,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.train.catalogue import remote
-from rollback.train.catalogue.remote import RemoteRing
+from rollback.train.catalogue.remote import CheckpointDownload, RemoteRing
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 
@@ -57,6 +57,10 @@ def reaching(paths: RunPaths) -> tuple[RemoteRing, list[str], Recorder]:
     return RemoteRing(paths, Ranks(), record, f"{URL}/", done.append), done, record
 
 
+def fetched(paths: RunPaths) -> list[Fetched]:
+    return [line.fact for line in read_journal(paths.train_journal).records if isinstance(line.fact, Fetched)]
+
+
 def offered(there: RemoteRing) -> list[str]:
     return [point.name for point in there.offered()]
 
@@ -70,7 +74,7 @@ def test_what_the_record_says_is_there_is_offered_and_comes_whole(paths: RunPath
     assert found == read_manifest(paths.checkpoint(NAMES[1]))
     assert whole(paths, NAMES[1])
     assert done == ["fetching", "rewinding"]
-    (fact,) = [line.fact for line in read_journal(paths.train_journal).records if isinstance(line.fact, Fetched)]
+    (fact,) = fetched(paths)
     assert (fact.checkpoint, fact.step, fact.bytes) == (NAMES[1], 10, found.bytes)
 
 
@@ -122,7 +126,28 @@ def test_a_checkpoint_that_is_in_the_run_directory_all_the_same_is_not_fetched(p
     assert there.fetch(NAMES[1]) == read_manifest(paths.checkpoint(NAMES[1]))
     assert (len(bucket.operations), done) == (operations, [])
     assert not paths.quarantine.exists()
-    assert len([line for line in read_journal(paths.train_journal).records if isinstance(line.fact, Fetched)]) == 1
+    assert len(fetched(paths)) == 1
+
+
+def test_what_has_come_here_is_on_record_also_where_another_host_did_not_get_it(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts as good again, though it was quarantined before. The next plan needs nothing here any more."""
+    there, _, _ = reaching(paths)
+    with monkeypatch.context() as of_two_hosts:
+        require = CheckpointDownload.require
+
+        def require_of_all(download: CheckpointDownload) -> None:
+            require(download)
+            raise CheckpointOutOfReach("no room on the other one")
+
+        of_two_hosts.setattr(CheckpointDownload, "require", require_of_all)
+        with pytest.raises(CheckpointOutOfReach):
+            there.fetch(NAMES[1])
+    assert [fact.checkpoint for fact in fetched(paths)] == [NAMES[1]]
+    there.try_again()
+    there.fetch(NAMES[1])
+    assert len(fetched(paths)) == 1
 
 
 def test_what_is_here_and_cannot_be_read_stays_until_its_copy_is_here(paths: RunPaths, bucket: Bucket) -> None:

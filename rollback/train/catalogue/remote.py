@@ -55,7 +55,7 @@ class RemoteRing:
         if self._unreachable is not None:
             raise self._unreachable
         self._tried.add(name)
-        began, is_new = time.monotonic(), self._ranks.is_rank_0 and self._copies.content_of(name) is None
+        began, is_new = time.monotonic(), self._ranks.is_rank_0 and self._copies.whole(name) is None
         try:
             self._copies.bring(name)
         except CheckpointUnusable as error:
@@ -63,14 +63,14 @@ class RemoteRing:
             doing = f"fetching checkpoint {name} from {self._url}"
             self._record.note(Trouble(doing=doing, error=error.message), f"{doing} failed: {error.message}")
             raise
+        finally:  # what is here now is on record, also where another host did not get it
+            if is_new and (come := self._copies.whole(name)) is not None:
+                seconds = round(time.monotonic() - began, 4)
+                fact = Fetched(checkpoint=name, step=come.step, place=self._url, bytes=come.bytes, seconds=seconds)
+                self._record.note(fact, fact.in_words())
         path = self._paths.checkpoint(name)
         here = self._ranks.agreed(lambda: read_manifest(path) if self._ranks.is_rank_0 else None)
-        manifest = Manifest.model_validate(self._ranks.from_first(here and here.model_dump(mode="json")))
-        if is_new:
-            seconds = round(time.monotonic() - began, 4)
-            fact = Fetched(checkpoint=name, step=manifest.step, place=self._url, bytes=manifest.bytes, seconds=seconds)
-            self._record.note(fact, fact.in_words())
-        return manifest
+        return Manifest.model_validate(self._ranks.from_first(here and here.model_dump(mode="json")))
 
     def try_again(self) -> None:
         """Allow again what has failed: another plan is made. Not collective."""
@@ -107,7 +107,8 @@ class HostCopies:
     def bring(self, name: str) -> None:
         """Collective: make sure that every host has a checkpoint. Raises CheckpointUnusable, on all ranks."""
         # One that this host has from elsewhere, of another run that was wiped on the other hosts, may have that name.
-        own = self.content_of(name) if self._ranks.first_in_directory else None
+        here = self.whole(name) if self._ranks.first_in_directory else None
+        own = here and here.content
         first = self._ranks.from_first(own)
         gets = self._ranks.first_in_directory and (own is None or own != first)
         if self._ranks.all_of(not gets):
@@ -123,15 +124,15 @@ class HostCopies:
         self._show("rewinding")
         self._ranks.agreed(download.require if download is not None else lambda: None)
 
-    def content_of(self, name: str) -> str | None:
-        """Which checkpoint is here by that name (`Manifest.content`); None: none, or it is not whole."""
+    def whole(self, name: str) -> Manifest | None:
+        """The checkpoint that is here by that name; None: none, or it is not whole."""
         directory = self._paths.checkpoint(name)
         try:
             manifest = read_manifest(directory)
             ring.require_sizes(manifest, directory)
         except (RollbackError, OSError):
             return None
-        return manifest.content
+        return manifest
 
 
 class CheckpointDownload:
