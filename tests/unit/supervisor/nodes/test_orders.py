@@ -144,8 +144,9 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
     assert leader.gather(1, lambda: False)
     say(state="running")
     running = SimpleNamespace(
-        attempt=1, poll=poll, beats=dict, beats_in_memory=dict, look=dict, computing=set, take_stacks=tuple
-    )
+        attempt=1, poll=poll, beats=dict, beats_in_memory=dict, look=dict, computing=set, take_stacks=tuple,
+        await_end=time.sleep,
+    )  # fmt: skip
     order = SimpleNamespace(paths=paths, hang=HangLimits(after=0.3), grace=60.0, restart_budget=1)
     attempts = Attempts(
         order, print, SimpleNamespace(), SupervisorJournal(paths, print), StopSignals(), leader, lambda: None
