@@ -58,6 +58,7 @@ class SnapshotSchedule:
         self._hook: RemovableHandle | None = state.optimizer.register_step_pre_hook(weak_hook(self._before_step))
         before_update(state.optimizer, self._before_update)
         if settings.snapshot_every:
+            self._ranks.agreed(self._snapshots.start_threads)
             self._prepare()
 
     def end_update(self) -> float:
