@@ -235,7 +235,9 @@ class TestAnswersThatCannotBeWritten:
         return told.returncode, told.stderr
 
     @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-    @pytest.mark.parametrize("words", [*ANSWERS, "status run --watch"])
+    @pytest.mark.parametrize(
+        "words", [*ANSWERS, "status run --watch", "--help", "launch --help", *soak("audit -h", "ring --help")]
+    )
     @pytest.mark.usefixtures("recorded")
     def test_an_answer_to_a_full_disk_is_one_error_in_words(self, words: str) -> None:
         with FULL.open("w") as full:

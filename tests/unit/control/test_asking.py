@@ -99,9 +99,7 @@ def test_the_command_waits_for_the_answer_and_says_it(run: RecordedRun, carried_
     assert request.who.endswith(f"@{socket.gethostname()}")
 
 
-def test_where_a_rewind_lands_is_said_before_it_is_handed_in(
-    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_rewind_lands_is_said_before_it_is_handed_in(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(paths: RunPaths, request: Request) -> str:
         raise RunDirectoryError("there is no room")
 
