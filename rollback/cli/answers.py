@@ -62,9 +62,14 @@ def _give_up_stdout() -> None:
 
 class _HelpAnswer:
     def get_help(self, ctx: Any) -> str:
-        """typer prints the help here, and returns nothing of it."""
+        """typer prints the help here, but without rich, and returns what it has not printed."""
+        text = ""
         with answering():
-            return str(super().get_help(ctx))  # type: ignore[misc]
+            try:
+                text = str(super().get_help(ctx))  # type: ignore[misc]
+            except SystemExit as end:  # rich's, where the reader has gone away
+                raise BrokenPipeError from end
+        return text
 
 
 class Command(_HelpAnswer, TyperCommand):

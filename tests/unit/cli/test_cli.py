@@ -286,7 +286,7 @@ class TestAnswersThatCannotBeWritten:
         assert "\x7f" not in told.stdout
         assert (answer.get("directory") or answer["run"]["directory"]) == str(odd)
 
-    @pytest.mark.parametrize("words", [*by_default(ANSWERS, *EACH_WAY), "status run --watch"])
+    @pytest.mark.parametrize("words", [*by_default(ANSWERS, *EACH_WAY), "status run --watch", "launch --help"])
     @pytest.mark.usefixtures("recorded")
     def test_a_reader_that_has_gone_away_has_had_enough(self, words: str) -> None:
         """`| head -1`, under `set -o pipefail` or with the exit code looked at."""
