@@ -233,7 +233,9 @@ class TestAnswersThatCannotBeWritten:
         return told.returncode, told.stderr
 
     @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-    @pytest.mark.parametrize("words", [*ANSWERS, "status run --watch"])
+    @pytest.mark.parametrize(
+        "words", [*ANSWERS, "status run --watch", "--help", "launch --help", *soak("audit -h", "ring --help")]
+    )
     @pytest.mark.usefixtures("recorded")
     def test_an_answer_to_a_full_disk_is_one_error_in_words(self, words: str) -> None:
         with FULL.open("w") as full:
@@ -282,7 +284,7 @@ class TestAnswersThatCannotBeWritten:
         assert "\x7f" not in told.stdout
         assert (answer.get("directory") or answer["run"]["directory"]) == str(odd)
 
-    @pytest.mark.parametrize("words", [*by_default(ANSWERS, *EACH_WAY), "status run --watch"])
+    @pytest.mark.parametrize("words", [*by_default(ANSWERS, *EACH_WAY), "status run --watch", "launch --help"])
     @pytest.mark.usefixtures("recorded")
     def test_a_reader_that_has_gone_away_has_had_enough(self, words: str) -> None:
         """`| head -1`, under `set -o pipefail` or with the exit code looked at."""
