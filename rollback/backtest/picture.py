@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rollback.backtest.replay import Replay
 from rollback.errors import UsageError
+from rollback.terminal.extras import require_extra
 from rollback.terminal.files import replacing
 
 _FARTHEST = 1e150
@@ -18,13 +19,10 @@ def draw(replay: Replay, target: Path) -> None:
 
     Raises UsageError where matplotlib is missing, and as `replacing`.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            "pictures are drawn with matplotlib, which is not installed", hint="pip install 'torch-rollback[plot]'"
-        ) from error
+    require_extra("matplotlib.figure", "pictures are drawn with matplotlib", "plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     has_norm = any(observation.grad_norm is not None for observation in replay.observations)
     figure = Figure(figsize=(11, 6.5 if has_norm else 4), layout="constrained")
     FigureCanvasAgg(figure)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from rollback import __version__
 from rollback.cli.adopt import adopt
-from rollback.cli.answers import answering
+from rollback.cli.answers import Command, CommandGroup, answering
 from rollback.cli.audit import AUDIT_CODES, audit
 from rollback.cli.backtest import backtest
 from rollback.cli.control import CONTROL_CODES, rewind, skip, stop
@@ -30,6 +31,7 @@ from rollback.system.processes import be_told_of_children
 from rollback.terminal.messages import bear_any_character, occupy_standard_streams, show_error
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Fault-tolerant checkpoint-and-rollback for PyTorch training.",
     no_args_is_help=True,
     add_completion=False,
@@ -51,6 +53,7 @@ for _request in (rewind, skip, stop):
 app.add_typer(ring, name="ring")
 for _registered in (*app.registered_commands, *ring.registered_commands):
     # typer fills the lines of a docstring's first paragraph alone; the others would break where ours do.
+    _registered.cls = Command if _registered.cls is TyperCommand else _registered.cls
     _registered.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_registered.callback) or "")
 
 

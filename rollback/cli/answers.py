@@ -5,9 +5,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from rollback.errors import OutputNotWritten
 from rollback.terminal.messages import say
@@ -57,6 +58,26 @@ def _give_up_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+class _HelpAnswer:
+    def get_help(self, ctx: Any) -> str:
+        """typer prints the help here, but without rich, and returns what it has not printed."""
+        text = ""
+        with answering():
+            try:
+                text = str(super().get_help(ctx))  # type: ignore[misc]
+            except SystemExit as end:  # rich's, where the reader has gone away
+                raise BrokenPipeError from end
+        return text
+
+
+class Command(_HelpAnswer, TyperCommand):
+    """A command whose help goes by the rule of the other answers."""
+
+
+class CommandGroup(_HelpAnswer, TyperGroup):
+    """The same of several commands under one name."""
 
 
 def say_notices(notices: Sequence[str]) -> None:

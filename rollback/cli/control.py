@@ -10,7 +10,7 @@ from rollback.errors import UsageError
 from rollback.terminal.messages import say
 
 if TYPE_CHECKING:
-    from rollback.control.asking import SubmittedRequest
+    from rollback.control.asking import PreparedRequest
 
 CONTROL_CODES = (
     "Exit codes: 0 carried out, or handed in with --no-wait or to a run that is not running; 1 refused by the ranks, "
@@ -40,10 +40,10 @@ def rewind(
     All ranks of a running job do it at the end of the same step; a job that is not running does it at its next start.
     What lies beyond the checkpoint is discarded, as in a rollback.
     """
-    from rollback.control.asking import ask_to_rewind, default_who
+    from rollback.control.asking import default_who, rewind_request
 
     window = parse_window(skip, "--skip") if skip is not None else None
-    _finish(ask_to_rewind(run, to, window, who or default_who(), why), json, wait, timeout)
+    _finish(rewind_request(run, to, window, who or default_who(), why), json, wait, timeout)
 
 
 def skip(
@@ -66,17 +66,17 @@ def skip(
 
     With --sample, have it leave data set samples out of all batches to come; a neighbour takes the place of each.
     """
-    from rollback.control.asking import ask_about_samples, ask_to_skip, default_who
+    from rollback.control.asking import default_who, samples_request, skip_request
 
     if (window is None) == (not sample):
         raise UsageError("name either batches or samples", hint="A:B, both included, or --sample INDEX")
     if sample:
-        asked = ask_about_samples(run, sample, release, who or default_who(), why)
+        prepared = samples_request(run, sample, release, who or default_who(), why)
     elif window is None or release:
         raise UsageError("--release takes samples in again; batches that were skipped need a `rollback rewind`")
     else:
-        asked = ask_to_skip(run, parse_window(window, "A:B"), who or default_who(), why)
-    _finish(asked, json, wait, timeout)
+        prepared = skip_request(run, parse_window(window, "A:B"), who or default_who(), why)
+    _finish(prepared, json, wait, timeout)
 
 
 def stop(
@@ -88,16 +88,17 @@ def stop(
     timeout: _Timeout = 300.0,
 ) -> None:
     """Have a running job save and stop, resumably: as SIGTERM to `rollback launch` does, from any host."""
-    from rollback.control.asking import ask_to_stop, default_who
+    from rollback.control.asking import default_who, stop_request
 
-    _finish(ask_to_stop(run, who or default_who(), why), json, wait, timeout)
+    _finish(stop_request(run, who or default_who(), why), json, wait, timeout)
 
 
-def _finish(asked: "SubmittedRequest", json: bool, wait: bool, timeout: float) -> None:
+def _finish(prepared: "PreparedRequest", json: bool, wait: bool, timeout: float) -> None:
     from rollback.control.asking import wait_for_answer, without_waiting
 
-    if asked.notice:
-        say(asked.notice)
+    if prepared.notice:
+        say(prepared.notice)
+    asked = prepared.hand_in()
     reply = wait_for_answer(asked, timeout) if wait and asked.live else without_waiting(asked)
     told = f"request {reply.request}: {reply.text}"
     if json:

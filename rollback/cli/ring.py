@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.answers import JsonOption, RunArgument, say_notices, show
+from rollback.cli.answers import CommandGroup, JsonOption, RunArgument, say_notices, show
 from rollback.cli.options.values import parse_size
 from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.terminal.messages import say
 
-ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints.")
+ring = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints."
+)
 
 _RunOrUrl = Annotated[
     str, typer.Argument(metavar="RUN", help="Run directory, or the URL of a ring.", show_default=False)

@@ -54,14 +54,28 @@ class Reply(Document):
 
 
 @dataclass(frozen=True)
+class PreparedRequest:
+    """A request that makes sense now, and is not handed in yet. live: whether there seems to be a job that will see it.
+    notice: what will come of it, to be said first."""
+
+    paths: RunPaths
+    request: Request
+    live: bool
+    notice: str | None
+
+    def hand_in(self) -> "SubmittedRequest":
+        """Raises RunDirectoryError."""
+        return SubmittedRequest(self.paths, requests.submit(self.paths, self.request), self.request, self.live)
+
+
+@dataclass(frozen=True)
 class SubmittedRequest:
-    """A request that has been handed in. live: whether there seems to be a job that will see it."""
+    """A request that has been handed in. live: as it was prepared."""
 
     paths: RunPaths
     name: str
     request: Request
     live: bool
-    notice: str | None = None
 
 
 def default_who() -> str:
@@ -72,8 +86,8 @@ def default_who() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -> SubmittedRequest:
-    """Hand in a request to go back to the newest checkpoint at or before step `to`."""
+def rewind_request(run: Path, to: int, skip: Window | None, who: str, why: str) -> PreparedRequest:
+    """A request to go back to the newest checkpoint at or before step `to`."""
     paths, status = _standing(run)
     if status.step is not None and to > status.step:
         raise UsageError(
@@ -85,7 +99,7 @@ def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -
     elsewhere = status.state in _LIVE and has_memory_elsewhere(paths)
     if not usable and elsewhere:
         notice = f"no checkpoint at or before step {to} can be seen from this host; the ranks know those in memory too"
-        return _submit(paths, status, notice, order="rewind", to=to, skip=skip, who=who, why=why)
+        return _prepared(paths, status, notice, order="rewind", to=to, skip=skip, who=who, why=why)
     if not usable:
         oldest = f"the oldest one is of step {held[0].step}" if held else "it has none"
         raise NoUsableCheckpoint(
@@ -105,10 +119,10 @@ def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -
     if elsewhere:
         notice += "; the job's host may have a newer one in memory"
     name = target.checkpoint
-    return _submit(paths, status, notice, order="rewind", to=to, checkpoint=name, skip=skip, who=who, why=why)
+    return _prepared(paths, status, notice, order="rewind", to=to, checkpoint=name, skip=skip, who=who, why=why)
 
 
-def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> SubmittedRequest:
+def skip_request(run: Path, skip: Window, who: str, why: str) -> PreparedRequest:
     paths, status = _standing(run)
     held = read_held(run)
     # A job that is not running goes on from its newest checkpoint.
@@ -123,21 +137,21 @@ def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> SubmittedRequest
     if position is not None and skip.first < position:
         late = Window(first=skip.first, last=position - 1)
         notice = f"{late.in_words()} cannot be skipped any more; the others will be passed over"
-    return _submit(paths, status, notice, order="skip", skip=skip, who=who, why=why)
+    return _prepared(paths, status, notice, order="skip", skip=skip, who=who, why=why)
 
 
-def ask_about_samples(run: Path, samples: Sequence[int], release: bool, who: str, why: str) -> SubmittedRequest:
-    """Hand in a request to leave data set samples out from now on, or to take them in again."""
+def samples_request(run: Path, samples: Sequence[int], release: bool, who: str, why: str) -> PreparedRequest:
+    """A request to leave data set samples out from now on, or to take them in again."""
     paths, status = _standing(run)
     order = "release" if release else "quarantine"
-    return _submit(paths, status, None, order=order, samples=tuple(samples), who=who, why=why)
+    return _prepared(paths, status, None, order=order, samples=tuple(samples), who=who, why=why)
 
 
-def ask_to_stop(run: Path, who: str, why: str) -> SubmittedRequest:
+def stop_request(run: Path, who: str, why: str) -> PreparedRequest:
     paths, status = _standing(run)
     if status.state not in _LIVE:
         raise UsageError(f"{run} is not running, so there is nothing to stop", hint="`rollback status` shows more")
-    return _submit(paths, status, None, order="stop", who=who, why=why, launch=launch_of(paths))
+    return _prepared(paths, status, None, order="stop", who=who, why=why, launch=launch_of(paths))
 
 
 def wait_for_answer(asked: SubmittedRequest, seconds: float) -> Reply:
@@ -225,13 +239,13 @@ def _standing(run: Path) -> tuple[RunPaths, RunStatus]:
     return paths, status
 
 
-def _submit(
+def _prepared(
     paths: RunPaths, status: RunStatus, notice: str | None, *, who: str, why: str, **order: object
-) -> SubmittedRequest:
+) -> PreparedRequest:
     try:
         request = Request.model_validate({**order, "who": who, "why": why, "at": requests.now()})
     except ValidationError as error:
         first = error.errors()[0]
         where = f"--{'-'.join(map(str, first['loc']))}: " if first["loc"] else ""
         raise UsageError(f"{where}{first['msg'].removeprefix('Value error, ')}") from error
-    return SubmittedRequest(paths, requests.submit(paths, request), request, status.state in _LIVE, notice)
+    return PreparedRequest(paths, request, status.state in _LIVE, notice)

@@ -178,7 +178,7 @@ def _replacing_directory(output: Path) -> Iterator[Path]:
             os.rename(temporary, output)
             sync_directory(output.parent)
         finally:
-            if aside.exists() and temporary.exists():  # what is new did not get its place
+            if aside.exists() and not output.exists():  # what is new did not get its place
                 os.rename(aside, output)
             for leftover in (temporary, aside):
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -23,23 +23,28 @@ class View:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._reader, self._first = StatusReader(root), True
+        self._reader, self._read = StatusReader(root), False
+        self._until: str | None = None
+        """When the newest of what was read was journalled; None: nothing could be read yet."""
         self._metrics = MetricTail(RunPaths(root).metrics, _MEMORY)
         self._curves = Curves()
         self.status: RunStatus | None = None
         self.fault: RollbackError | None = None
         self.news: list[JournalEntry] = []
-        """What was journalled between the last two glances; nothing at the first, where all is old, and at the first
-        behind a fault."""
+        """What was journalled since the record could be read last; nothing at the first glance, where all is old."""
 
     def refresh(self) -> RunStatus | None:
         """Look again. What cannot be read now leaves the last status in place, and its reason in `fault`."""
         try:
             self.status, self.fault = self._reader.read(), None
-            self.news, self._first = [] if self._first else self._reader.news, False
+            news, until = self._reader.news, self._until
+            self._until = max([until or "", *(record.at for record in news)])
+            if not self._read:  # a reader's first look brings all that there is
+                news = [record for record in news if until is not None and record.at > until]
+            self.news, self._read = news, True
         except RollbackError as error:
             self.fault, self.news = error, []
-            self._reader, self._first = StatusReader(self._root), True
+            self._reader, self._read = StatusReader(self._root), False
         for metric in self._metrics.new():
             self._curves.add(metric)
         return self.status

@@ -307,8 +307,8 @@ class Drainer:
         leaving = to_evict(self._situation(ending=False), self._keep)
         while leaving:
             name, reason = leaving.pop(0)
-            self._ring.evict(name)
-            self._note(LeftDurableRing(checkpoint=name, place=self._ring.place, reason=reason))
+            if self._ring.evict(name):
+                self._note(LeftDurableRing(checkpoint=name, place=self._ring.place, reason=reason))
             if self._read():  # that took its time: a plan may need by now what was about to leave
                 self._record_changed = True
                 leaving = to_evict(self._situation(ending=False), self._keep)

@@ -76,10 +76,12 @@ class RingInRun:
             # Each host has hashed what it wrote, and its slots are sound: this host does not see it, or not yet.
             raise RingUnavailable(error.message) from error
 
-    def evict(self, name: str) -> None:
-        """Remove a checkpoint; a pinned one stays."""
-        with contextlib.suppress(FileNotFoundError):  # put into quarantine by the ranks
-            ring.evict(self._paths, name)
+    def evict(self, name: str) -> bool:
+        """Remove a checkpoint. False: it is pinned by now, and stays."""
+        try:
+            return ring.evict(self._paths, name)
+        except FileNotFoundError:  # put into quarantine by the ranks
+            return True
 
     def keep_record(self) -> bool:
         """Do nothing: the record is in the run directory. False: nothing shows that the disk takes anything."""

@@ -17,6 +17,15 @@ from rollback.system.durable import write_file
 from rollback.system.small_json import read_json
 
 _SHOWN = 6  # differences that are spelt out; the rest is counted
+_IN_WORDS = {
+    "groups": "parameters in each group",
+    "batch_size": "batch size",
+    "drop_last": "whether a last batch that is not full is left out",
+    "shares": "ranks that read batches of their own",
+    "subset": "hash of the samples that belong to the subset",
+    "workers": "worker processes",
+}
+"""What `JobIdentity.optimizer` and `data` have by a name that says it to nobody else."""
 
 
 class JobIdentity(BaseModel, frozen=True, extra="forbid"):
@@ -219,7 +228,9 @@ def _field_differences(recorded: JobIdentity, present: JobIdentity) -> list[str]
     ):
         for key in sorted(old):  # what an earlier version did not record cannot be compared
             if old[key] != new.get(key):
-                lines.append(f"{what}, {key}: the run has {old.get(key)!r}, this job {new.get(key)!r}")
+                lines.append(
+                    f"{what}, {_IN_WORDS.get(key, key)}: the run has {old.get(key)!r}, this job {new.get(key)!r}"
+                )
     if recorded.objects != present.objects:
         lines.append(f"objects: the run has {recorded.objects}, this job {present.objects}")
     return lines

@@ -40,8 +40,8 @@ class RunLock:
     def _take(self) -> tuple[filelock.BaseFileLock, tuple[int, int]]:
         """The lock, and which file it is at this moment. Raises RunInUse, RunDirectoryError."""
         paths = self._paths
-        was_there = paths.lock.exists()
         try:
+            was_there = paths.lock.exists()
             files.make_directory(paths.root)
             for path in (paths.lock, paths.holder):
                 files.require_ours(path)

@@ -117,6 +117,7 @@ class Scopes:
 
     def __init__(self, source: str) -> None:
         self._file = symtable.symtable(source, "<source>", "exec")
+        self._chains: dict[Function, list[SymbolTable]] = {}
 
     def home_of(self, name: str, function: Function | None) -> SymbolTable:
         """Of the variable that a name means in a function: one of a function, or the file's. None: outside of all."""
@@ -137,12 +138,16 @@ class Scopes:
 
     def _chain(self, function: Function | None) -> list[SymbolTable]:
         """The tables of the functions around a function, from the outermost on, and its own."""
-        return [] if function is None else next(_chains(self._file, function), [])
+        if function is None:
+            return []
+        if function not in self._chains:  # asked again for each name in it
+            self._chains[function] = next(_chains_to(function, self._file), [])
+        return self._chains[function]
 
 
-def _chains(table: SymbolTable, function: Function) -> Iterator[list[SymbolTable]]:
+def _chains_to(function: Function, table: SymbolTable) -> Iterator[list[SymbolTable]]:
     own: list[SymbolTable] = [table] if isinstance(table, symtable.Function) else []
     if own and (table.get_name(), table.get_lineno()) == (function.name, function.lineno):
         yield own
     for child in table.get_children():
-        yield from (own + chain for chain in _chains(child, function))
+        yield from (own + chain for chain in _chains_to(function, child))

@@ -4,6 +4,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.errors import ExitCode, JournalDamaged, RollbackError, RunDirectoryError
@@ -35,6 +37,8 @@ from rollback.supervisor.torchrun.redaction import new_salt, redacted
 from rollback.supervisor.torchrun.start_conditions import differences, job_digest
 
 _POLL = 0.1
+_DISK_RETURNS = 10.0  # seconds in which a disk that refuses the record at an attempt's end may be there again
+_T = TypeVar("_T")
 
 
 class Attempts:
@@ -91,8 +95,8 @@ class Attempts:
                 self._begin_record()
             if end != "failed" or (first is not None and first.is_behind(evidence.finished)):
                 return self._finish(end, evidence, first)
-            records, before = self._journal.records(attempt), self._journal.records(attempt - 1)
-            told = read_journal(self._paths.supervisor_journal).records
+            records, before = (self._patiently(partial(self._journal.records, of)) for of in (attempt, attempt - 1))
+            told = self._patiently(lambda: read_journal(self._paths.supervisor_journal).records)
             further = got_further(records, evidence.furthest, best, before=before)
             progressed = further and not comes_again(first, attempt, told)
             best = max((step for step in (best, evidence.furthest) if step is not None), default=None)
@@ -155,7 +159,9 @@ class Attempts:
         hung = ended if isinstance(ended, facts.Hung) else None
         self._hear_signals()
         told = bool(self._stop_signals)
-        evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=told, hung=hung)
+        evidence = self._patiently(
+            lambda: gather(self._paths, self._journal, attempt, left=left, told_to_stop=told, hung=hung)
+        )
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
         if left.kept is not None:
@@ -248,6 +254,20 @@ class Attempts:
             pass  # where it stays so, that is told when the attempt is over
         return attached
 
+    def _patiently(self, read: Callable[[], _T]) -> _T:
+        """What the record says where no rank runs any more. What a disk refuses for a moment ends no run."""
+        until, told = time.monotonic() + _DISK_RETURNS, False
+        while True:
+            try:
+                return read()
+            except RunDirectoryError as error:
+                if not isinstance(error.__cause__, OSError) or time.monotonic() > until:
+                    raise
+                if not told:
+                    self._say(f"{error.message}; it is tried again for {_DISK_RETURNS:.0f} s")
+            told = True
+            time.sleep(_POLL)
+
     def _hear_signals(self) -> list[str]:
         """The names of the stop signals since the last call, from here and from other nodes."""
         noted = [facts.Signalled(signal=signum.name) for signum in self._signals.take()]
@@ -309,7 +329,8 @@ class Attempts:
             self._tell_failure(first, why)
         if end in ("done", "failed"):
             self._drain_the_rest()
-            lacking = self._draining.lacks(evidence.finished.checkpoint if evidence.finished is not None else None)
+            final = evidence.finished.checkpoint if evidence.finished is not None else None
+            lacking = self._patiently(partial(self._draining.lacks, final))
         if end == "done" and lacking is not None:
             end = "unkept"
         protected = end != "done" or evidence.finished is not None
@@ -328,7 +349,7 @@ class Attempts:
     def _drain_the_rest(self) -> None:
         """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""
         if self._own_journal.opened:
-            self._draining.follow(self._journal.history)
+            self._draining.follow(self._patiently(lambda: self._journal.history))
         self._draining.finish(self._out_of_time)
 
     def _out_of_time(self) -> bool:

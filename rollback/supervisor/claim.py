@@ -137,8 +137,9 @@ class Claim:
 
     def __init__(self, paths: RunPaths, before: EarlierAttempts | None = None) -> None:
         self._paths, self.before = paths, before
-        self._absent = [path for path in (paths.root, *paths.root.parents) if not path.exists()]
-        self._lock_was_there = paths.lock.exists()
+        with reporting(RunDirectoryError, f"looking at the run directory {paths.root}"):
+            self._absent = [path for path in (paths.root, *paths.root.parents) if not path.exists()]
+            self._lock_was_there = paths.lock.exists()
         self._stale_holder = _content(paths.holder)
         try:
             self._lock = RunLock(paths, "rollback launch")

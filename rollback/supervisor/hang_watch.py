@@ -33,12 +33,13 @@ class HangWatcher:
             return None
         self._next = now + _EVERY
         attempt = self._running.attempt
-        told = self._running.beats_in_memory() | self._nodes.beats()
+        far = self._nodes.beats()
+        told = self._running.beats_in_memory() | far
         beats = self._running.beats() | told
         here = self._running.look()
         untold = self._running.computing() - {*told}
         states = self._nodes.states() | here
-        silence = self._detector.look(now, beats, untold)
+        silence = self._detector.look(now, beats, untold, far)
         if (silent := self._detector.stuck_at_exit(now)) is not None:
             return StuckAtExit(ranks=tuple(sorted(here)), silent=round(silent, 3))
         if silence is None:

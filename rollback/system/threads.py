@@ -1,17 +1,18 @@
 """Starting a thread where the system may refuse it (`ulimit -u`, a container's limit of processes), one whose result is
-waited for, one that does something again and again, and the priority of one."""
+waited for, one that does something again and again, several that share work, and the priority of one."""
 
 import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from rollback.errors import RollbackError
 
 _NICENESS = 10
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -21,10 +22,30 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        raise RollbackError(
-            f"starting a thread ({thread.name}): {error}",
-            hint="raise the limit of processes, of which each thread is one: ulimit -u, or the container's (pids)",
-        ) from error
+        raise _refused(thread.name, error) from error
+
+
+def _refused(name: str, error: RuntimeError) -> RollbackError:
+    return RollbackError(
+        f"starting a thread ({name}): {error}",
+        hint="raise the limit of processes, of which each thread is one: ulimit -u, or the container's (pids)",
+    )
+
+
+class Threads(ThreadPoolExecutor):
+    """At most so many, whose names begin with this one. `submit` and `map` raise RollbackError as `start_thread`."""
+
+    def __init__(self, most: int, name: str) -> None:
+        super().__init__(most, thread_name_prefix=name)
+        self._name = name
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            if "new thread" not in str(error):  # it was shut down
+                raise
+            raise _refused(self._name, error) from error
 
 
 def in_daemon(act: Callable[[], _T], name: str) -> "Future[_T]":

@@ -102,11 +102,12 @@ class Guard:
             arguments.check_alike(settings, end, run, ranks)
             attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
             self._loop = loop = assemble(attached, state, model, loader, end, if_refused)
+            if_refused.callback(loop.last_snapshot.leave)
+            ranks.agreed(functools.partial(end_with_supervisor, weak_hook(loop.last_snapshot.keep)))
         except RollbackError as error:
             if_refused.close()
             attaching.refuse(error)
         self.exit_order = loop.exit_order
-        end_with_supervisor(weak_hook(loop.last_snapshot.keep))
         atexit.register(loop.close)
         at_exit(weak_hook(loop.close))
         drill.take_part(loop)  # does nothing outside of `rollback drill`

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -732,6 +733,11 @@ def test_a_url_that_cannot_be_copied_aside_is_told_of_in_words(
         with pytest.raises(OutputNotWritten, match="into a temporary directory: No such file"), readable(URL):
             pass
     with readable(URL) as place:
+        with monkeypatch.context() as full:
+            full.setattr(shutil, "disk_usage", lambda directory: SimpleNamespace(free=1))
+            with pytest.raises(RingUnavailable, match="its disk has 1 bytes left") as full_disk:
+                verify(place)
+        assert "TMPDIR" in (full_disk.value.hint or ""), "the command has no --run"
         monkeypatch.setattr(storing, "require_room", refused)
         with pytest.raises(OutputNotWritten, match=f"copying {NAMES[1]} of {URL} into .*: No space left") as told:
             verify(place)

@@ -141,7 +141,7 @@ def test_a_rank_that_was_a_step_behind_the_dead_one_keeps_the_step_that_both_hav
     launched.require(undisturbed)
 
 
-@pytest.mark.parametrize("how", ["raise", "leave"])
+@pytest.mark.parametrize("how", ["raise", *soak("leave")])
 def test_a_rank_that_raises_or_leaves_costs_no_step(tmp_path: Path, undisturbed: Launched, how: str) -> None:
     launched = Launched(tmp_path, TOY, ends=[1, KILL, how])
     launched.finish()
@@ -161,7 +161,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_costs_no_step(tmp_path: Path, u
 
 @pytest.mark.parametrize(
     ("rank", "how"),
-    [(0, "kill"), (1, "raise"), *soak((1, "kill"), (0, "raise"), (1, "hold"), (1, "stop"), (1, "sleep"))],
+    [(0, "kill"), *soak((1, "raise"), (1, "kill"), (0, "raise"), (1, "hold"), (1, "stop"), (1, "sleep"))],
 )
 def test_a_rank_that_ends_in_its_update_costs_no_step(
     tmp_path: Path, undisturbed: Launched, rank: int, how: str

@@ -182,7 +182,7 @@ def test_a_ring_that_cannot_be_used_is_refused_before_anything_is_touched(tmp_pa
             ("nope://bucket/run", ExitCode.USAGE, "no file system is known"),
             ("bucket/run", ExitCode.USAGE, "is not a URL"),
             ("memory://run", ExitCode.USAGE, "no other process would find it"),
-            ("gs://bucket/run", ExitCode.USAGE, "a package that is not installed"),
+            ("gs://bucket/run", ExitCode.USAGE, "a package that cannot be imported"),
             ("s3://key:secret@bucket/run", ExitCode.USAGE, "names credentials"),
             ("file:///proc/run", ExitCode.IO, "rollback-probe"),
         ):

@@ -122,7 +122,7 @@ def renamed() -> nn.Module:
         ({"model": renamed()}, "the run has no '0.weight'"),
         ({"loader": DataLoader(range(21), batch_size=2)}, "data, length: the run has 20, this job 21"),
         ({"loader": DataLoader(range(19), batch_size=2)}, "data, length: the run has 20, this job 19"),
-        ({"loader": DataLoader(range(20), batch_size=4)}, "data, batch_size: the run has 2, this job 4"),
+        ({"loader": DataLoader(range(20), batch_size=4)}, "data, batch size: the run has 2, this job 4"),
         ({"loader": DataLoader(range(20), batch_size=2, shuffle=True)}, "sampler: the run has 'SequentialSampler'"),
         ({"ema": Keeps(1)}, "objects: the run has [], this job ['ema']"),
     ],

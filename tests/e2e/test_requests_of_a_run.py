@@ -13,7 +13,7 @@ from toy import Hook, Toy, consumed, facts, history, require_same, same_skips_fr
 
 from rollback import Guard
 from rollback.checkpoints import pins, tiers
-from rollback.control.asking import ask_to_rewind
+from rollback.control.asking import rewind_request
 from rollback.facts.history import Case
 from rollback.facts.training import (
     Answered,
@@ -98,7 +98,12 @@ def by_command(run: Path, at: int, to: int, then: Hook | None = None) -> tuple[H
             guard._loop.step_in_progress.show("training")  # or the command thinks it is not there yet
         ask(guard, position)
 
-    ask = asking(at, lambda: notices.append(ask_to_rewind(run, to, None, "ann@site", "").notice))
+    def request() -> None:
+        prepared = rewind_request(run, to, None, "ann@site", "")
+        notices.append(prepared.notice)
+        prepared.hand_in()
+
+    ask = asking(at, request)
     return hook, notices
 
 

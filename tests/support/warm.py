@@ -39,6 +39,7 @@ from rollback.agent.overrides import name_methods_quickly
 from rollback.supervisor.nodes import store
 from rollback.supervisor.torchrun import host, processes, standby
 from rollback.system.processes import start_of
+from rollback.train.advice.carried_tensors import _needed_in
 
 _OF_COMMANDS = (
     "rollback.cli", "rollback.supervisor.supervise", "rollback.agent.streams", "rollback.live.panel_screen",
@@ -48,6 +49,8 @@ _OF_COMMANDS = (
 )  # fmt: skip
 _OF_SCRIPTS = [name for name in ("boto3",) if importlib.util.find_spec(name) is not None]
 """Two thirds of what it takes to import Accelerate, which is watched itself when a script does."""
+_READ = ("toy.py", "trainer_job.py", "probed.py")
+"""The loops of toy jobs. Every process that trains in one reads its source: two thirds of the time of ten steps."""
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
 _LOOKED_UP = 10  # seconds in which a name of this host is, however busy it is
 ENV_REGISTER = "TESTS_REGISTER"
@@ -63,6 +66,8 @@ def warm_up(register: Path) -> None:
     import_ahead()  # no more: an optimizer's step asks a GPU whether it is recording, and ends its use in forks
     for module in (*_OF_COMMANDS, *_OF_SCRIPTS, *os.environ.get(ENV_MODULES, "").split()):
         importlib.import_module(module)
+    for name in _READ:
+        _needed_in(str(Path(__file__).with_name(name)))
 
 
 def warm_up_here() -> None:

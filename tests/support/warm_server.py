@@ -34,7 +34,7 @@ ENV_MODULES = "TESTS_MODULES"
 
 
 class WarmPopen(subprocess.Popen[AnyStr]):
-    """`subprocess.Popen` for `[sys.executable, ...]`. It knows no `preexec_fn` and passes no descriptors on."""
+    """`subprocess.Popen` for `[sys.executable, ...]`. It knows no `preexec_fn`."""
 
     def _execute_child(
         self, args: Sequence[str | bytes | os.PathLike[str]], executable: Any, preexec_fn: Any, close_fds: bool,
@@ -49,6 +49,7 @@ class WarmPopen(subprocess.Popen[AnyStr]):
             "environment": environment,
             "folder": os.fspath(cwd or os.getcwd()),
             "new_session": more[5],
+            "passed": [*pass_fds],
         }
         status, theirs = os.pipe()
         sheet = os.memfd_create("order")  # arguments and environment may be larger than a message can be
@@ -58,7 +59,7 @@ class WarmPopen(subprocess.Popen[AnyStr]):
             streams: list[int] = [
                 own if number == -1 else number for own, number in enumerate((p2cread, c2pwrite, errwrite))
             ]
-            socket.send_fds(_server(environment.get(ENV_MODULES, "")), [b"start"], [*streams, theirs, sheet])
+            socket.send_fds(_server(environment.get(ENV_MODULES, "")), [b"start"], [*streams, theirs, sheet, *pass_fds])
         finally:
             os.close(theirs)
             os.close(sheet)
@@ -206,7 +207,7 @@ def _is_wanted(listener: socket.socket, modules: str) -> bool:
 def _answer(client: socket.socket, mine: list[socket.socket]) -> bool:
     """Do what this client asks for; False when it has ended."""
     try:
-        asked, descriptors, _, _ = socket.recv_fds(client, 16, 5)
+        asked, descriptors, _, _ = socket.recv_fds(client, 16, 8)
     except ConnectionError:
         return False
     if asked and os.fork() == 0:
@@ -218,7 +219,7 @@ def _answer(client: socket.socket, mine: list[socket.socket]) -> bool:
     return bool(asked)
 
 
-def _attend(stdin: int, stdout: int, stderr: int, status: int, sheet: int) -> NoReturn:
+def _attend(stdin: int, stdout: int, stderr: int, status: int, sheet: int, *passed: int) -> NoReturn:
     from warm import become
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -229,13 +230,18 @@ def _attend(stdin: int, stdout: int, stderr: int, status: int, sheet: int) -> No
         ended = 1
         try:
             os.dup2(stdin, 0)
+            above = max(order["passed"], default=2) + 1  # where none is in the way of the numbers that are asked for
+            out, err, *given = (fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in (stdout, stderr, *passed))
+            for each, number in zip(given, order["passed"], strict=True):
+                os.dup2(each, number)
             ended = become(
-                order["arguments"], order["environment"], order["folder"], order["new_session"], stdout, stderr
-            )
+                order["arguments"], order["environment"], order["folder"], order["new_session"], out, err,
+                order["passed"],
+            )  # fmt: skip
         finally:
             os._exit(ended)
-    for stream in (stdin, stdout, stderr):
-        os.close(stream)
+    for descriptor in (stdin, stdout, stderr, *passed):
+        os.close(descriptor)
     os.write(status, _NUMBER.pack(command))
     _, how = os.waitpid(command, 0)
     os.write(status, _NUMBER.pack(how))

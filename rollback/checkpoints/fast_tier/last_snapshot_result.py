@@ -4,12 +4,14 @@ those of its host, and the leader one of those of all hosts.
 They lie beside the end marks (`end_marks`), and the next attempt removes them.
 """
 
+import json
 from collections.abc import Iterable
 
 from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
 from rollback.facts.checkpoints import LastSnapshotMade
+from rollback.facts.fact import escape_surrogates
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.small_json import sound_model
@@ -60,7 +62,8 @@ def merged_results(hosts: Iterable[LastSnapshotResult | None]) -> LastSnapshotRe
 
 def write_result(paths: EndMarkPaths, result: LastSnapshotResult) -> None:
     """Raises OSError."""
-    write_file(paths.result(result.rank), result.model_dump_json().encode(), durable=False)
+    told = escape_surrogates(result.model_dump(mode="json"))  # a path in it may be no UTF-8
+    write_file(paths.result(result.rank), json.dumps(told).encode(), durable=False)
 
 
 def read_results(paths: EndMarkPaths, attempt: int | None = None) -> list[LastSnapshotResult]:

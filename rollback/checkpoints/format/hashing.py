@@ -5,9 +5,10 @@ done. docs/format.md, "manifest.json", has the rule.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
+
+from rollback.system.threads import Threads
 
 PIECE = 16 << 20
 
@@ -48,7 +49,7 @@ def hash_pieces(size: int, piece: Callable[[int, int], bytes], threads: int) -> 
 
     if threads == 1 or len(starts) < 2:
         return xxhash.xxh3_128_hexdigest(b"".join(map(of_piece, starts)))
-    with ThreadPoolExecutor(min(threads, len(starts)), thread_name_prefix="rollback-hash") as pool:
+    with Threads(min(threads, len(starts)), "rollback-hash") as pool:
         return xxhash.xxh3_128_hexdigest(b"".join(pool.map(of_piece, starts)))
 
 

@@ -8,8 +8,7 @@ import importlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-from typer.core import TyperCommand
-
+from rollback.cli.answers import Command
 from rollback.supervisor.torchrun.flags import FLAGS, Flag, in_full
 
 # How a flag that only the installed torchrun knows is handed on: by a hidden option, as one word of torchrun's.
@@ -67,7 +66,7 @@ def flags_of(parser: argparse.ArgumentParser) -> tuple[Flag, ...]:
     return tuple(found)
 
 
-class LaunchCommand(TyperCommand):
+class LaunchCommand(Command):
     """A command that takes torchrun's flags as torchrun does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -123,8 +123,8 @@ class RingAtUrl:
             with contextlib.suppress(RingUnavailable):  # the checkpoint is there; `keep_record` tries again
                 self._delete_forgotten()
 
-    def evict(self, name: str) -> None:
-        """Remove a checkpoint, its manifest first."""
+    def evict(self, name: str) -> bool:
+        """Remove a checkpoint, its manifest first. True: it has left."""
         manifest = self._manifest(name)
         self._store.delete(checkpoint_key(name))
         del self._held[name]
@@ -132,6 +132,7 @@ class RingAtUrl:
         self._delete_files(name, [file.name for file in manifest.files] if manifest else self._shard_names())
         self._remains.remove(name)
         self._delete_frozen()
+        return True
 
     def keep_record(self) -> bool:
         """Bring the record up to date. True: it was written."""

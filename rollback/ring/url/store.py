@@ -351,5 +351,5 @@ def require_room(directory: Path, size: int) -> None:
     if size > free:
         raise RingUnavailable(
             f"fetching {size} bytes into {directory}: its disk has {free} bytes left",
-            hint="make room, or name a run directory on another disk (--run DIR)",
+            hint="make room there, or use another disk: --run DIR for a run, TMPDIR for a temporary directory",
         )

@@ -87,10 +87,12 @@ class HangDetector:
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_STEPS))
     _last: float | None = None
 
-    def look(self, now: float, beats: Mapping[int, Heartbeat], untold: Collection[int] = ()) -> Silence | None:
+    def look(
+        self, now: float, beats: Mapping[int, Heartbeat], untold: Collection[int] = (), far: Collection[int] = ()
+    ) -> Silence | None:
         """The hang at monotonic time `now`, if there is one.
 
-        untold: ranks that compute, and whose heartbeats may be late because of a disk.
+        untold: ranks that compute, and whose heartbeats may be late because of a disk. far: ranks of other hosts.
         """
         if self._last is not None and now - self._last > _OUR_OWN_ABSENCE:
             self._forgive(now - self._last)
@@ -100,7 +102,7 @@ class HangDetector:
             seen = self._ranks[rank]
             if rank in untold and now - seen.looked > _THREADS_SILENT:
                 seen.moved = seen.advanced = now
-        limit, mute = self.limit(), self._mute(now)
+        limit, mute = self.limit(), self._mute(now, far)
         silent = now - max((seen.moved for seen in self._ranks.values()), default=self.began)
         if limit is not None and silent >= limit:
             return Silence(silent, limit, False, mute)
@@ -158,9 +160,12 @@ class HangDetector:
             seen.looked += seconds
             seen.advanced += seconds
 
-    def _mute(self, now: float) -> frozenset[int]:
-        patience = _THREADS_SILENT + self.lag
-        mute = frozenset(rank for rank, seen in self._ranks.items() if now - seen.looked > patience)
+    def _mute(self, now: float, far: Collection[int]) -> frozenset[int]:
+        mute = frozenset(
+            rank
+            for rank, seen in self._ranks.items()
+            if now - seen.looked > _THREADS_SILENT + (self.lag if rank in far else 0.0)
+        )
         return mute if len(mute) < len(self._ranks) else frozenset()
 
 

@@ -187,8 +187,8 @@ class Follower:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
-            if over and not self._paths.identity.exists():  # no rank has run here
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if over and not self._paths.identity.exists():  # no rank has run here
                     forget_fetched(self._paths)
 
     def _attempt(self, orders: LeaderOrders, publisher: RecordPublisher[NodeReport]) -> HostOutcome:
@@ -244,7 +244,7 @@ class Follower:
                 running.tell_ranks_to_stop(signals, guarded=self._host.guarded)
                 if time.monotonic() > deadline:
                     return running.kill(end_marks.GRACE_IS_OVER)
-            time.sleep(_POLL)
+            running.await_end(_POLL)
         return status
 
     def _look_at_ranks(

@@ -136,10 +136,15 @@ class Output:
         if by_user and not self.audience.captures:
             yield AttemptOutput(job)
             return
+        ends: list[int] = []
         try:  # one number may be that of two attempts: who leads after a lost leader counts from an older record
             pipes = Path(tempfile.mkdtemp(prefix=f"pipes-{attempt}-", dir=self.private))
-            ends = [self._own_pipe("out"), self._own_pipe("err")]
+            ends.append(self._own_pipe("out"))
+            ends.append(self._own_pipe("err"))
         except OSError as error:
+            for fd in (*ends, *(source.fd for source in self._sources)):
+                os.close(fd)
+            self._sources = []
             self._complain(f"making pipes in {self.private}", error)
             yield AttemptOutput(job)
             return

@@ -40,12 +40,19 @@ from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.hooks import before_update, weak_hook
 
+_FROM_NOW_ON = (
+    "behind the backward of a step: from now on a rank that is killed between its backward and the step's end costs "
+    "the steps since the newest checkpoint, and not this one alone, for nobody can tell any more what it knew"
+)
 VALUES_BEHIND = (
     "values-behind-backward",
-    "the script changes {names}, which guard.keep keeps, behind the backward of a step: from now on a rank that is "
-    "killed between its backward and the step's end costs the steps since the newest checkpoint, and not this one "
-    "alone, for nobody can tell any more what it knew. Change such a value in front of loss.backward(), where that can "
-    "be, as a count of tokens",
+    f"the script changes {{names}}, which guard.keep keeps, {_FROM_NOW_ON}. Change such a value in front of "
+    "loss.backward(), where that can be, as a count of tokens",
+)
+LOGS_BEHIND = (
+    "logs-behind-backward",
+    f"the script or a callback logs or counts something with its Trainer {_FROM_NOW_ON}. Lightning's self.log in "
+    "training_step is in front of it; in on_before_optimizer_step or on_train_batch_end it is not",
 )
 
 
@@ -125,8 +132,10 @@ class LastSnapshot:
         self._standing.add(end, shared, digest)
         if self._early is not None and (before := self._early.at_end(end, local, part)) is not None:
             then, now = before.kept(), local.kept()
-            changed = [name for name in now if then.get(name) != now[name] and self._state.kept.is_of_script(name)]
-            self._run.record.advise_of(VALUES_BEHIND, changed)
+            changed = [name for name in now if then.get(name) != now[name]]
+            self._run.record.advise_of(VALUES_BEHIND, [*filter(self._state.kept.is_of_script, changed)])
+            if any(map(self._state.kept.is_foretold, changed)):
+                self._run.record.advise(LOGS_BEHIND)
 
     def _end_of(self, step: int) -> StepEnd:
         cursor = self._state.cursor

@@ -63,9 +63,10 @@ class StopRequest:
             atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the interpreter puts the default in place
 
     def heed(self) -> None:
-        """The script has failed, and its guard is closed: if torchrun has told this rank to end meanwhile, as it tells
-        all when one has failed, it ends as it would without a guard. The next attempt waits for it, and the larger the
-        state, the longer an interpreter takes to be taken down."""
+        """The script has failed, and its guard is closed: if this rank has got SIGTERM meanwhile, which torchrun sends
+        to all when one has failed, it ends as it would without a guard. The next attempt waits for it, and the larger
+        the state, the longer an interpreter takes to be taken down. One that was told to stop, and fails before it
+        has, ends so too: whose signal it was is not known."""
         if self._told_to_end and supervised() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             os.kill(os.getpid(), signal.SIGTERM)
 

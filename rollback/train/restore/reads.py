@@ -2,7 +2,6 @@
 into those of a device."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +15,7 @@ from rollback.checkpoints.format.layout import TensorKind
 from rollback.checkpoints.format.parts import Box, Part, cover
 from rollback.errors import CheckpointDamaged
 from rollback.system.cgroups import cores_here
+from rollback.system.threads import Threads
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.copy_stream import current
@@ -135,7 +135,7 @@ def reading(ranks: Ranks) -> Iterator[Reads]:
     reads, threads = Reads(), threads_of(ranks)
     yield reads
     _await_devices(reads.to_devices)
-    with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:
+    with Threads(threads, "rollback-reader") as pool:
         begun = [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]
         begun += [pool.submit(read_to_devices, reads.to_devices[part::threads]) for part in range(threads)]
         for ended in begun:

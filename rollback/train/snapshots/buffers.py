@@ -16,6 +16,7 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import RollbackError
 from rollback.system.region import Region
+from rollback.system.threads import Threads
 from rollback.train.snapshots.copy_stream import pin
 
 
@@ -112,7 +113,7 @@ class FastTier:
         self._jobs: dict[int, Future[bool]] = {}
         self._succeeded: Future[bool] | None = None
         self._leaving: dict[int, Callable[[bool], None]] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-slots")
+        self._thread = Threads(1, "rollback-slots")
         self.next_slot: int | None = None
 
     def resize(self, count: int) -> None:
@@ -215,6 +216,10 @@ class FastTier:
         if then is not None:
             self._leaving[number] = then
         self._tend(number, after)
+
+    def start_thread(self) -> None:
+        """Raises RollbackError where it cannot be made."""
+        self._thread.submit(int)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -9,7 +9,6 @@ were at the beginning were also so when the snapshot was taken.
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
@@ -21,6 +20,7 @@ from rollback.checkpoints.format.manifest import FrozenRecord
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.errors import CheckpointDamaged, CheckpointUnusable, RollbackError
 from rollback.rundir.paths import RunPaths
+from rollback.system.threads import Threads
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.capture import as_it_is_stored, bytes_of, piece_of
@@ -191,7 +191,7 @@ def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _digests_of(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str]:
     """The digest of each tensor's bytes, on the host or on a device."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="rollback-digest") as pool:
+    with Threads(threads, "rollback-digest") as pool:
         found = pool.map(_digest, tensors.values()) if threads > 1 else map(_digest, tensors.values())
         return dict(zip(tensors, found, strict=True))
 

@@ -22,6 +22,7 @@ from rollback.checkpoints.format.shard import Written
 from rollback.errors import RollbackError
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.system.region import Region
+from rollback.system.threads import Threads
 from rollback.train.comm.beat import Beat, Signs
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say_if_it_fails
@@ -73,7 +74,7 @@ class Snapshots:
         self._attempt = attempt
         self._turn = next_seq
         """Of the samples of what other objects keep. One that differs is compared until it does no more."""
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
+        self.thread = Threads(1, "rollback-snapshot")
         self.memory = SnapshotMemory(ranks, self.thread, fast)
         self.frozen = FrozenWeights(paths)
         self._copier = _copier()
@@ -327,6 +328,13 @@ class Snapshots:
             raise error
 
     # The threads ---------------------------------------------------------------------------------------------------
+
+    def start_threads(self) -> None:
+        """Those without which there is no snapshot, before they are needed. Not collective. Raises RollbackError where
+        one cannot be made."""
+        self.thread.submit(int)
+        if self.memory.drained:
+            self.memory.slots_of_host.start_thread()
 
     def wait(self) -> None:
         """Wait for all work of the threads: for tests and measurements."""

@@ -50,12 +50,15 @@ class SnapshotSchedule:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step_began: float | None = None
         self._allotted: Allotment | None = None
-        self._incomplete = False
+        self._incomplete = self._without_state = False
+        """Whether the optimizer of any rank, and of this one, had no state when room was made last."""
+        self._updates = 0
         self._moves_early, self._versions = True, [0]
         """Whether the optimizer may write to weights before its closure has run. What torch counted when it began."""
         self._hook: RemovableHandle | None = state.optimizer.register_step_pre_hook(weak_hook(self._before_step))
         before_update(state.optimizer, self._before_update)
         if settings.snapshot_every:
+            self._ranks.agreed(self._snapshots.start_threads)
             self._prepare()
 
     def end_update(self) -> float:
@@ -69,7 +72,10 @@ class SnapshotSchedule:
             self._seconds.append(max(0.0, now - self._step_began))
         self._step_began = now
         self.wanted |= self._snapshots.memory.outgrown  # the one that was dropped is made up for
-        if (self._incomplete and self._state.optimizer.state) or self._snapshots.memory.outgrown:
+        self._updates += 1
+        # Not after each update: the ranks of an optimizer that never has a state would ask each other for ever.
+        asks = self._updates & (self._updates - 1) == 0
+        if self._snapshots.memory.outgrown or (asks and self._state_has_come()):
             self._prepare()
         return sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
 
@@ -112,7 +118,7 @@ class SnapshotSchedule:
         """Begin a snapshot of the present state."""
         began = time.perf_counter()
         image, cursor, step = self._state.image(), self._state.cursor, self._state.counters.step
-        if self._snapshots.memory.outgrown:
+        if self._snapshots.memory.outgrown or self._state_has_come():
             self._prepare()
         if not self._snapshots.ready:
             self._checkpoints.leave_failed_tier()
@@ -177,6 +183,11 @@ class SnapshotSchedule:
             self._taken_at = event.step
         self._step_began = None
 
+    def _state_has_come(self) -> bool:
+        """Whether any rank's optimizer has a state now, and had none when room was made. On others it may come later
+        or never: where none of a rank's parameters had a gradient."""
+        return self._incomplete and not self._ranks.all_of(not (self._without_state and self._state.optimizer.state))
+
     def _prepare(self) -> None:
         """Make room for snapshots, as much as they will need.
 
@@ -188,8 +199,9 @@ class SnapshotSchedule:
             self._tier = None, "the fast tier has failed"
         image = self._state.image()
         needed = self._snapshots.fit_memory(image)
-        self._incomplete = not self._state.optimizer.state
-        if self._incomplete:  # most optimizers keep two numbers for each parameter
+        self._without_state = not self._state.optimizer.state
+        self._incomplete = not self._ranks.all_of(not self._without_state)
+        if self._without_state:  # most optimizers keep two numbers for each parameter
             parameters = sum(item.nbytes for item in self._state.model.parameters() if item.requires_grad)
             needed += 2 * parameters // self._ranks.world_size
         allotted = allot(*self._tier, self._ranks, needed, self._settings.keep)

@@ -157,8 +157,8 @@ def check_alike(settings: Settings, max_steps: int | None, run: object, ranks: R
         **settings.model_dump(mode="json", exclude=_OF_A_HOST), "init": "given" if settings.init else None,
         "max_steps": max_steps, "seal": _key_of_seal(),
     }  # fmt: skip
-    if run is not None and ENV_RUN not in os.environ and 0 in ranks.on_this_host:
-        own["run"] = str(run)
+    if ENV_RUN not in os.environ and 0 in ranks.on_this_host:
+        own["run"] = None if run is None else str(run)
     first = ranks.from_first(own)
     here = f"on rank {ranks.rank} ({host_name()})"
     fault = ", ".join(

@@ -114,7 +114,7 @@ def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settin
     """
     if supervised():  # else the lock tells, and a guard that was closed may be followed by another, as in a notebook
         require_first(paths)
-    start_record.require_samples(settings, state.cursor)
+    ranks.agreed(lambda: start_record.require_samples(settings, state.cursor))  # a rank may have a data set of its own
     job = state.job(ranks.world_size)
     with contextlib.ExitStack() as if_refused:
         found = read_run(paths, job, ranks, settings, if_refused)

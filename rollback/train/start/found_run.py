@@ -23,6 +23,7 @@ from rollback.errors import (
     RunDirectoryError,
     RunDoesNotFit,
 )
+from rollback.facts.fact import escape_surrogates
 from rollback.facts.history import History, copy_of, history_as_json
 from rollback.facts.training import Accepted, Blamed
 from rollback.ring.url.fetch import fetch, unfetch
@@ -167,7 +168,7 @@ def _read(paths: RunPaths, identity: Identity | None, history: History, accepted
     return DirectoryContents(
         attempt=int(os.environ.get(ENV_ATTEMPT) or history.last_attempt + 1),
         manifests=manifests,
-        damaged={name: error.message for name, error in damaged.items()},
+        damaged={name: escape_surrogates(error.message) for name, error in damaged.items()},
         blamed=[fact for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],
         identity=identity,
         accepted=accepted,

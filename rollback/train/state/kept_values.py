@@ -128,6 +128,10 @@ class KeptByScript:
         """Whether it is a number, text, list or dict that the script itself changes."""
         return name in self._values
 
+    def is_foretold(self, name: str) -> bool:
+        """Whether it is an object that tells ahead what it will be: the state of a Trainer."""
+        return name in self._foretelling
+
     def state_dict(self) -> dict[str, Any]:
         """The values for a checkpoint; also values of an earlier one that the script has not asked for yet."""
         return plain(self.told())

@@ -87,8 +87,12 @@ def _write(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
         path.unlink(missing_ok=True)
         return
     new = path.with_name(f".{path.name}.new")
-    with open(new, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    new.replace(path)
+    try:
+        with open(new, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

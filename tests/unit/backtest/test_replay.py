@@ -657,7 +657,13 @@ def test_a_picture_is_drawn_or_matplotlib_is_asked_for(
     code, _, err = run(log, "--plot", tmp_path / "out.png")
     assert code == 2
     assert "pip install 'torch-rollback[plot]'" in err
-    monkeypatch.undo()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "matplotlib.py").write_text("raise AttributeError('_ARRAY_API not found')")  # beside another numpy
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, err = run(log, "--plot", tmp_path / "out.png")
+    assert code == 2
+    assert "cannot be imported (_ARRAY_API not found)" in err.replace("\n", " ")
 
 
 def test_a_picture_of_a_log(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from checkpoints import write_checkpoint
 from recorded_run import RecordedRun, attached
 from rollback.cli import app
 from rollback.control import asking
-from rollback.errors import UsageError
+from rollback.errors import RunDirectoryError, UsageError
 from rollback.facts.training import Answered, Drained, Finished, Window
 from rollback.inspect.status.status import read_status
 from rollback.rundir import requests
@@ -99,6 +99,16 @@ def test_the_command_waits_for_the_answer_and_says_it(run: RecordedRun, carried_
     assert request.who.endswith(f"@{socket.gethostname()}")
 
 
+def test_where_a_rewind_lands_is_said_before_it_is_handed_in(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(paths: RunPaths, request: Request) -> str:
+        raise RunDirectoryError("there is no room")
+
+    monkeypatch.setattr(requests, "submit", refuse)
+    result = ask(run, "rewind", "--to", "33")
+    assert refusal(result) == "there is no room"
+    assert f"the newest checkpoint at or before step 33 is {C30}, of step 30" in result.stderr
+
+
 def test_a_request_that_nobody_answers_in_time_stays(run: RecordedRun) -> None:
     result = ask(run, "skip", "80:90", "--timeout", "0.2", "--who", "bob")
     assert result.exit_code == 1
@@ -153,7 +163,7 @@ def test_a_stop_that_is_not_waited_for_any_longer_is_promised_to_nobody(run: Rec
 
 def test_a_job_that_dies_before_it_answers(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "_LOOK_FOR_LIFE", 0.05)
-    asked = asking.ask_to_skip(run.paths.root, Window(first=80, last=90), "bob", "")
+    asked = asking.skip_request(run.paths.root, Window(first=80, last=90), "bob", "").hand_in()
     dead(run)
     reply = asking.wait_for_answer(asked, 30)
     assert (reply.state, reply.exit_code) == ("open", 1)
@@ -165,7 +175,7 @@ def test_a_stop_of_a_job_that_has_no_ranks_left_is_carried_out_when_it_ends(
 ) -> None:
     """As one that waits for a lost host: its supervisor ends with that, and nobody writes an answer."""
     monkeypatch.setattr(asking, "_LOOK_FOR_LIFE", 0.05)
-    asked = asking.ask_to_stop(run.paths.root, "bob", "")
+    asked = asking.stop_request(run.paths.root, "bob", "").hand_in()
     dead(run)
     reply = asking.wait_for_answer(asked, 30)
     assert (reply.state, reply.exit_code) == ("carried_out", 0)

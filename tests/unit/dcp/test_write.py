@@ -1,5 +1,6 @@
 """Checkpoints of runs in DCP's form: what torch.distributed.checkpoint loads from them."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -147,6 +148,17 @@ def test_what_was_there_stays_where_what_is_new_cannot_take_its_place(
     assert command(run, "--dcp", tmp_path / "out", "--force").exception.exit_code == ExitCode.IO
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+
+
+def test_what_a_killed_process_of_the_same_number_has_left_aside_takes_no_place(tmp_path: Path) -> None:
+    """In containers the number is always the same. What it had written has its place already."""
+    output, aside = tmp_path / "out", tmp_path / f".out.{os.getpid()}.old"
+    for place in (output, aside):
+        place.mkdir()
+        (place / place.name).touch()
+    with pytest.raises(OutputNotWritten, match=os.strerror(errno.ENOSPC)), write._replacing_directory(output):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/out"]
 
 
 def test_a_full_disk_is_said_in_one_sentence(run: Path, tmp_path: Path) -> None:

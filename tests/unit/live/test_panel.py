@@ -282,9 +282,12 @@ def test_a_fault_on_the_way_is_told_once_and_what_was_told_is_not_told_again(
 
     def away() -> None:
         journal.unlink()
+        journal.mkdir()
 
     def back_again() -> None:
+        journal.rmdir()
         journal.write_bytes(content)
+        run.tell(38, DrainFailed(checkpoint=None, place="s3://bucket", error="gone"))
 
     def end() -> None:
         run.tell(40, Stopped(reason="structural", step=36, batch=72, checkpoint=None, account="enough"))
@@ -297,7 +300,9 @@ def test_a_fault_on_the_way_is_told_once_and_what_was_told_is_not_told_again(
     first, fault, *others = out.getvalue().splitlines()
     assert first.startswith("running")
     assert fault.startswith("what is shown is as it was last: reading the journal")
-    assert [line.partition("  ")[2] for line in others[:-1]] == ["stopped at step 36: enough"]
+    assert [line.partition("  ")[2] for line in others[:-1]] == [
+        "nothing can be copied to the durable ring s3://bucket: gone", "stopped at step 36: enough",
+    ]  # fmt: skip
 
 
 def test_facts_become_lines_and_a_watch_in_lines_ends_with_the_run(

@@ -14,15 +14,17 @@ from waiting import wait_for
 
 from checkpoints import write_checkpoint
 from recorded_run import incident, rollback_plan
-from rollback.checkpoints import tiers
+from rollback.checkpoints import pins, tiers
+from rollback.checkpoints import ring as checkpoint_ring
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
 from rollback.config import Settings
 from rollback.errors import CheckpointLeft, CheckpointUnreadable, RingUnavailable, RunDoesNotFit
-from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact, Finished
+from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact, Finished, LeftDurableRing
 from rollback.ring import drainer as draining
 from rollback.ring.drainer import Drainer, DrainPhase
+from rollback.ring.in_run import RingInRun
 from rollback.ring.schedule import DrainPace
 from rollback.ring.url.ring import RingAtUrl, RunFromUrl
 from rollback.ring.url.store import Store
@@ -54,7 +56,7 @@ class AwayForDays:
     def put(self, manifest: Manifest, directory: Path) -> None:
         raise AssertionError("there is nothing to copy")
 
-    def evict(self, name: str) -> None:
+    def evict(self, name: str) -> bool:
         raise AssertionError("there is nothing to remove")
 
     def keep_record(self) -> bool:
@@ -391,11 +393,41 @@ class SlowToRemove(AwayForDays):
     def held(self) -> Sequence[str]:
         return tuple(self._names)
 
-    def evict(self, name: str) -> None:
+    def evict(self, name: str) -> bool:
         if len(self._names) == 6:
             self._journal.append(incident(0, 35, 40))
             self._journal.append(rollback_plan(0, self._target, self._target.step, None))
         self._names.remove(CheckpointName(name))
+        return True
+
+
+class PinnedMeanwhile(RingInRun):
+    """Somebody pins a checkpoint that is about to leave."""
+
+    def evict(self, name: str) -> bool:
+        if not pins.pinned(self._paths):
+            pins.pin(self._paths, name)
+        return super().evict(name)
+
+
+def test_what_was_pinned_as_it_was_to_leave_has_not_left_on_the_record(tmp_path: Path) -> None:
+    paths, names, noted = RunPaths(tmp_path), [CheckpointName.of(seq, 10 * seq) for seq in range(6)], list[Fact]()
+    with contextlib.closing(Journal(paths.train_journal, 1)) as journal:
+        for name in names:
+            committed = Committed(checkpoint=name, step=name.step, batch=name.step, timeline=0, bytes=1, seconds=0.0)
+            journal.append(committed)
+            journal.append(BecameGood(checkpoint=name, step=name.step))
+            paths.checkpoint(name).mkdir(parents=True)
+    drainer = Drainer(paths, PinnedMeanwhile(paths), DrainPace.parse("1000"), 3, noted.append, lambda text: None)
+    drainer.start()
+    drainer.finish()
+    assert drainer.wait(DrainPhase.FINISHED, 60)
+    drainer.close()
+    assert drainer.wait(DrainPhase.CLOSED, 60)
+    left = {fact.checkpoint for fact in noted if isinstance(fact, LeftDurableRing)}
+    there = {*checkpoint_ring.names(paths)}
+    assert there & {*pins.pinned(paths)}
+    assert left == {*names} - there
 
 
 def test_what_a_plan_needs_stays_though_it_was_to_leave_when_the_removal_of_others_began(tmp_path: Path) -> None:
@@ -428,7 +460,7 @@ class RemovesNothing(AwayForDays):
     def held(self) -> Sequence[str]:
         return tuple(self._names)
 
-    def evict(self, name: str) -> None:
+    def evict(self, name: str) -> bool:
         raise RingUnavailable(f"deleting {name}: 403 Forbidden")
 
     def keep_record(self) -> bool:
@@ -464,10 +496,11 @@ class RemovesNothingForNow(RemovesNothing):
     def put(self, manifest: Manifest, directory: Path) -> None:
         self._names.append(manifest.name)
 
-    def evict(self, name: str) -> None:
+    def evict(self, name: str) -> bool:
         if self.forbidden:
             super().evict(name)
         self._names.remove(CheckpointName(name))
+        return True
 
 
 def test_a_ring_that_takes_checkpoints_and_removes_none_is_not_told_to_work_again_with_each(

@@ -60,7 +60,7 @@ def test_the_same_job_is_let_in_whatever_the_order_of_its_parameters() -> None:
         ({"optimizer": {"class": "SGD", "groups": [2]}}, "optimizer, class: the run has 'AdamW', this job 'SGD'"),
         ({"objects": []}, r"objects: the run has \['scheduler'\], this job \[\]"),
         ({"data": {**JOB.data, "length": 5001}}, "data, length: the run has 5000, this job 5001"),
-        ({"data": {"kind": "callable"}}, "data, batch_size: the run has 8, this job None"),
+        ({"data": {"kind": "callable"}}, "data, batch size: the run has 8, this job None"),
     ],
 )
 def test_another_job_is_refused_with_the_difference(change: dict[str, Any], words: str) -> None:

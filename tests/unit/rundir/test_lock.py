@@ -1,5 +1,6 @@
 """One process runs a run directory; the others are told who, and a dead holder is no obstacle."""
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm_server import WarmPopen
@@ -18,6 +20,7 @@ from rollback.errors import ExitCode, RunDirectoryError, RunInUse
 from rollback.rundir import lock
 from rollback.rundir.lock import RunLock, launch_of, read_holder
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.claim import Claim
 
 # Ready, then tries when told to by a line on stdin, says how it went, and holds on until stdin closes.
 CONTENDER = """
@@ -257,4 +260,27 @@ def test_a_directory_that_is_gone_is_not_made_again_for_its_lock(tmp_path: Path)
     paths.root.rename(tmp_path / "moved")
     held.keep()
     assert not paths.root.exists()
+    held.release()
+
+
+def test_a_lock_that_cannot_be_looked_at_for_a_moment_ends_nothing(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that is away for a moment, while an attempt runs. Who comes then is told in words."""
+    held, look = RunLock(paths, "rollback launch"), os.stat
+
+    def refused(found: Any, *more: Any, **how: Any) -> os.stat_result:
+        if found == paths.lock:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(found))
+        return look(found, *more, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", refused)
+        held.keep()
+        with pytest.raises(RunDirectoryError, match=os.strerror(errno.ESTALE)):
+            RunLock(paths, "rollback launch")
+        with pytest.raises(RunDirectoryError, match=os.strerror(errno.ESTALE)):
+            Claim(paths)
+    with pytest.raises(RunInUse):
+        RunLock(paths, "rollback launch")
     held.release()

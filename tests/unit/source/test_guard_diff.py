@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from warm_server import WarmPopen
 
 from rollback.errors import UsageError
 from rollback.source.guard_diff import guard_diff
@@ -336,6 +337,7 @@ def test_the_diff_fits_the_bytes_of_the_file(tmp_path: Path, as_in_file: Callabl
     made = made.replace("for x", "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)\nfor x")
     script = tmp_path / "train.py"
     script.write_bytes(as_in_file(plain))
-    diff = subprocess.run([sys.executable, "-m", "rollback", "adopt", script], check=True, capture_output=True).stdout
+    with WarmPopen[bytes]([sys.executable, "-m", "rollback", "adopt", script], stdout=subprocess.PIPE) as adopt:
+        diff, _ = adopt.communicate()
     subprocess.run(["patch", script], input=diff, cwd=tmp_path, check=True, capture_output=True)
     assert script.read_bytes() == as_in_file(made + "    guard.observe(loss)\n")

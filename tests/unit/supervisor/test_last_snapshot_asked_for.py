@@ -124,6 +124,14 @@ def test_how_far_ranks_had_come_is_counted_since_their_last_rollback(marks: EndM
     assert kept.furthest == 3
 
 
+def test_why_there_is_none_may_name_a_directory_whose_name_is_no_utf_8(marks: EndMarkPaths) -> None:
+    """Else the rank raises in the place of what it tells."""
+    why = f"{os.fsdecode(b'/data/run' + bytes([255]))} is full"
+    last_snapshot_result.write_result(marks, LastSnapshotResult(attempt=1, rank=0, reason="r", why_not=why))
+    (told,) = last_snapshot_result.read_results(marks)
+    assert told.why_not == "/data/run\\udcff is full"
+
+
 def test_of_a_complete_run_no_last_snapshot_is_missed(tmp_path: Path) -> None:
     """As where the supervisor was killed and the ranks have trained on to the end: they do not leave all at once."""
     said: list[str] = []

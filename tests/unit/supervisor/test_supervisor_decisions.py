@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from launched import launched
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, JournalDamaged, RefusalKind, ScriptRefused, UsageError
+from rollback.errors import ExitCode, JournalDamaged, RefusalKind, RunDirectoryError, ScriptRefused, UsageError
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -39,6 +39,7 @@ from rollback.instructions import program
 from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor import attempts as attempts_module
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import Claim
@@ -141,6 +142,40 @@ def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Pa
         attempts._look_at_journal(3, attached=False)
     own_journal.close()
     journal.close()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_record_that_cannot_be_read_for_a_moment_when_an_attempt_ends_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: bool
+) -> None:
+    paths, said, open_file, refusals = RunPaths(tmp_path), list[str](), os.open, iter([True] * 3)
+    with contextlib.closing(Journal(paths.train_journal, 1)) as journal:
+        journal.append(attached_at(0))
+        journal.append(Committed(checkpoint="c", step=7, batch=7, timeline=0, bytes=1, seconds=0.0))
+
+    def refused(path: Any, *how: Any, **more: Any) -> int:
+        if str(path).endswith(paths.train_journal.name) and next(refusals, not returns):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return open_file(path, *how, **more)
+
+    running = SimpleNamespace(attempt=1, poll=lambda: 1, command=(), pid=1)
+    host = SimpleNamespace(
+        attempt=lambda number, group: contextlib.nullcontext(running), conditions=lambda salt: {},
+        left=lambda status, running: HostOutcome(status=status),
+    )  # fmt: skip
+    order = launched(paths, LaunchedJob({}, "train.py", []))
+    own_journal = SupervisorJournal(paths, print)
+    attempts = Attempts(order, said.append, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(attempts_module, "_POLL", 0.0)
+    monkeypatch.setattr(attempts_module, "_DISK_RETURNS", 60.0 if returns else 0.0)
+    monkeypatch.setattr(os, "open", refused)
+    if not returns:
+        with pytest.raises(RunDirectoryError, match=os.strerror(errno.EIO)):
+            attempts._attempt(1)
+        return
+    found, _ = attempts._attempt(1)
+    assert (found.attached, found.step) == (True, 7)
+    assert said == [f"reading the journal {paths.train_journal}: Input/output error; it is tried again for 60 s"]
 
 
 def fails_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

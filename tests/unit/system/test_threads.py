@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollback.checkpoints.format.hashing import PIECE, hash_of
 from rollback.config import Settings
 from rollback.errors import CheckpointOutOfReach, RollbackError
 from rollback.instructions import MeetingPoint
@@ -19,6 +20,7 @@ from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.nodes import store
 from rollback.supervisor.nodes.store import StoreTransport
 from rollback.supervisor.nodes.waiting import FetchAhead
+from rollback.system.threads import Threads
 from rollback.train.catalogue.draining import start_draining
 from rollback.train.catalogue.remote import CheckpointDownload
 from rollback.train.comm.ranks import Ranks
@@ -54,6 +56,16 @@ def test_the_error_is_for_the_reader_and_nothing_is_left(begin: Callable[[Path],
     with pytest.raises(RollbackError, match=TOLD):
         begin(tmp_path)
     assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.usefixtures("crowded")
+def test_who_shares_work_among_threads_is_told_too() -> None:
+    with pytest.raises(RollbackError, match=TOLD):
+        hash_of(memoryview(bytes(2 * PIECE)), threads=2)
+    pool = Threads(1, "rollback-test")
+    pool.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(int)
 
 
 @pytest.mark.usefixtures("crowded")

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from toy import facts
 
 import rollback
-from rollback.environment import ENV_REFUSAL
+from rollback.environment import ENV_REFUSAL, ENV_SUPERVISOR
 from rollback.errors import ExitCode, RollbackError, UsageError
 from rollback.facts.training import Committed, Dropped
 from rollback.inspect.ring.checkpoints import read_held
@@ -377,21 +377,26 @@ def require_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             guard(run)
 
 
-def test_a_guard_without_a_thread_for_its_heartbeat_is_refused_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["heartbeat", "snapshot", "slots", "lifeline"])
+def test_a_guard_without_a_thread_that_it_needs_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name == "rollback-heartbeat":
+        if thread.name.startswith(f"rollback-{name}"):
             raise RuntimeError("can't start new thread")
         start(thread)
 
+    (tmp_path / "memory").mkdir()
     known = threading.enumerate()
     with monkeypatch.context() as at_the_limit:
+        if name == "lifeline":
+            at_the_limit.setenv(ENV_SUPERVISOR, "1:0.0")
+            at_the_limit.setattr("rollback.train.run._processes", set())
         at_the_limit.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RollbackError, match=r"starting a thread .rollback-heartbeat.: can't .*\n.*ulimit -u"):
-            guard(tmp_path / "run")
+        with pytest.raises(RollbackError, match=rf"starting a thread .rollback-{name}.: can't .*\n.*ulimit -u"):
+            guard(tmp_path / "run", fast_tier=str(tmp_path / "memory"))
     require_ended(known)
     guard(tmp_path / "run").close()
 

@@ -106,6 +106,7 @@ def test_a_disk_that_takes_no_more_leaves_the_rows_as_they_were(loggers: Any, tm
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert text(logger) == as_it_was
+    assert [path.name for path in Path(logger.log_dir).iterdir()] == ["metrics.csv"]
 
 
 def test_with_no_row_there_is_no_file(loggers: Any, tmp_path: Path) -> None:

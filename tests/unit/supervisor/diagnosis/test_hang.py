@@ -142,9 +142,19 @@ def test_a_rank_of_which_another_host_tells_every_few_seconds_is_not_mute_in_bet
     detector, found = HangDetector(HangLimits(24.0), began=0.0, lag=5.0), None
     for now in range(40):
         told = now - now % 5
-        found = found or detector.look(now, {0: beat(3, looked=now), 1: beat(3, looked=told), 2: beat(3)})
+        found = found or detector.look(now, {0: beat(3, looked=now), 1: beat(3, looked=told), 2: beat(3)}, far={1, 2})
     assert found is not None
     assert found.mute == {2}
+
+
+def test_a_rank_of_this_host_is_mute_as_soon_where_there_are_other_hosts() -> None:
+    """A limit of the user's may be shorter than what those are late by."""
+    detector, found = HangDetector(HangLimits(6.0), began=0.0, lag=5.0), None
+    for now in range(10):
+        beats = {0: beat(3), 1: beat(3, looked=now), 2: beat(3, looked=now - now % 5)}
+        found = found or detector.look(now, beats, far={2})
+    assert found is not None
+    assert found.mute == {0}
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 4.0), st.booleans(), st.integers(0, 2)), min_size=1))

@@ -15,6 +15,7 @@ from typing import cast
 
 import pytest
 from waiting import free_port, wait_for
+from warm_server import WarmPopen
 
 from rollback.errors import ExitCode, NodesMissing, RunDirectoryError
 from rollback.facts.training import SkipAdded, Window
@@ -27,6 +28,7 @@ from rollback.rundir.record_location import HandedOver, write_record_location
 from rollback.rundir.skip_records import SkippedBatch
 from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.nodes import meeting, record_files
+from rollback.supervisor.nodes import store as store_processes
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, OwnNode, place_among_nodes
@@ -38,6 +40,15 @@ from rollback.supervisor.signals import StopSignals
 from rollback.system.lines import LineWriter
 
 LIMIT_OF_WAITS = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_stores() -> Iterator[None]:
+    """The processes that have the stores, or reach them, import torch."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        warm = SimpleNamespace(Popen=WarmPopen, DEVNULL=subprocess.DEVNULL)
+        monkeypatch.setattr(store_processes, "subprocess", warm)
+        yield
 
 
 @dataclass
@@ -373,7 +384,7 @@ def test_where_no_process_can_be_started_for_the_store_that_is_told_with_what_to
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(store_processes.subprocess, "Popen", refuse)
     place = place_among_nodes({"nnodes": "2", "node-rank": "1", "rdzv-endpoint": "h:29500"}, timeout=0.2)
     assert place is not None
     with pytest.raises(NodesMissing, match=r"the store at h: Resource temporarily .*\n  hint: raise"):

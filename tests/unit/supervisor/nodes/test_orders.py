@@ -1,6 +1,7 @@
 """Orders that come late, or from one that leads no more."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -143,8 +144,9 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
     assert leader.gather(1, lambda: False)
     say(state="running")
     running = SimpleNamespace(
-        attempt=1, poll=poll, beats=dict, beats_in_memory=dict, look=dict, computing=set, take_stacks=tuple
-    )
+        attempt=1, poll=poll, beats=dict, beats_in_memory=dict, look=dict, computing=set, take_stacks=tuple,
+        await_end=time.sleep,
+    )  # fmt: skip
     order = SimpleNamespace(paths=paths, hang=HangLimits(after=0.3), grace=60.0, restart_budget=1)
     attempts = Attempts(
         order, print, SimpleNamespace(), SupervisorJournal(paths, print), StopSignals(), leader, lambda: None
@@ -155,6 +157,18 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
     assert left.status == -9, "the attempt has failed"
     paths.node("node-1").unlink()
     leader.farewell(RunResult(exit_code=1, reason="hung"))
+
+
+def refuse_to_look_at(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file server that is away for a moment."""
+    look = os.stat
+
+    def refused(found: Any, *more: Any, **how: Any) -> os.stat_result:
+        if found == path:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return look(found, *more, **how)
+
+    monkeypatch.setattr(os, "stat", refused)
 
 
 class Following:
@@ -260,12 +274,28 @@ def test_where_no_thread_can_hand_over_what_is_new_in_the_record_the_ranks_train
     )
     SharedDirectory(paths.nodes).write("orders.json", orders.model_dump_json().encode())
     ends = iter([None, None, 0])
-    running = SimpleNamespace(attempt=1, poll=lambda: next(ends), look=dict, beats=dict)
+    waited = list[float]()  # until torchrun has ended, at the longest: it is heard of at once
+    running = SimpleNamespace(attempt=1, poll=lambda: next(ends), look=dict, beats=dict, await_end=waited.append)
     report = NodeReport(node=own.name, launch=own.launch, host=own.host, pid=own.pid)
     publisher = SimpleNamespace(record=report, show=lambda **changes: None)
     with contextlib.ExitStack() as until_over:
         assert follower._watch(running, publisher, until_over) == 0  # type: ignore[arg-type]
     assert said == ["node-0 hands over nothing of the record meanwhile: starting a thread: there is no room"]
+    assert waited == [0.1, 0.1]
+
+
+def test_a_host_that_waited_removes_nothing_where_the_disk_does_not_say_whether_a_rank_has_run_there(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is what the disk refuses at the end how it ended."""
+    meeting = SimpleNamespace(apart=True, transport=SharedDirectory(paths.nodes))
+    follower = Follower(OwnNode(paths, place(), print), SimpleNamespace(), 1.0, StopSignals(), meeting)  # type: ignore[arg-type]
+    kept = paths.checkpoint("c000001-s00000001")
+    kept.mkdir(parents=True)
+    refuse_to_look_at(paths.identity, monkeypatch)
+    follower._ahead = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    follower._end_waiting(over=True)
+    assert kept.is_dir()
 
 
 def test_a_host_of_another_job_at_the_same_endpoint_says_nothing_to_its_leader(paths: RunPaths) -> None:

@@ -185,15 +185,22 @@ def test_a_disk_that_fails_when_it_is_asked_of_an_exception_ends_no_reading(
     host.close()
 
 
+@pytest.mark.parametrize("to_be_had", [0, 1])
 def test_where_no_pipe_can_be_made_the_output_is_torchrun_s_own_affair(
-    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch, to_be_had: int
 ) -> None:
+    made, make, before = list[tuple[int, int]](), os.pipe2, os.listdir("/proc/self/fd")
+
     def refused(flags: int) -> tuple[int, int]:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if len(made) == to_be_had:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        made.append(make(flags))
+        return made[-1]
 
     monkeypatch.setattr(os, "pipe2", refused)
     with Output(tmp_path, lambda attempt: tmp_path / "logs", listener).of_attempt(1, JOB) as streams:
         assert (streams.job, streams.stdout, streams.stderr) == (JOB, None, None)
+        assert os.listdir("/proc/self/fd") == before, "there are too few as it is"
     assert listener.said == [
         f"making pipes in {tmp_path} fails (Too many open files); the run goes on, and what is lost is counted"
     ]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fsspec.registry import known_implementations
 
 from rollback.config import Settings
 from rollback.errors import UsageError
@@ -45,6 +46,17 @@ def test_a_url_that_hides_credentials_is_refused_and_they_are_not_shown(url: str
 def test_what_is_no_url_is_refused_in_words(url: str) -> None:
     with pytest.raises(UsageError, match="is not a URL"):
         require_url(url)
+
+
+def test_a_url_whose_package_cannot_be_imported_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gcsfs beside another version of protobuf, which raises a TypeError."""
+    (tmp_path / "made_for_another.py").write_text("raise TypeError('Descriptors cannot be created directly')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(known_implementations, "another", {"class": "made_for_another.Files"})
+    with pytest.raises(UsageError, match="a package that cannot be imported: Descriptors cannot be"):
+        require_url("another://bucket/run")
 
 
 @pytest.mark.parametrize("url", ["memory://runs/one", "file:///data/a@b/run", "file:///a@b/run", "sftp://me@host/run"])

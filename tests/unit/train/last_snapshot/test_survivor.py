@@ -1006,6 +1006,8 @@ def test_what_an_object_foretells_of_a_steps_end_is_in_early_marks_until_it_was_
     train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
     assert kept.total > 12
     assert found == {*range(TRIED + 1, 13)} - {8}
+    (advice,) = facts(tmp_path / "run", Advice)
+    assert advice.code == "logs-behind-backward"
 
 
 def test_the_last_step_of_an_epoch_has_no_early_mark_and_the_work_behind_it_ends_none(

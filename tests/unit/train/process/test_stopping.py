@@ -12,6 +12,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -22,6 +23,9 @@ from waiting import wait_for
 from warm_server import WarmPopen
 
 from rollback.environment import ENV_SUPERVISOR
+from rollback.rundir.failures import read_failures
+from rollback.rundir.heartbeats import LEAVING, read_all_heartbeats
+from rollback.rundir.paths import RunPaths
 from rollback.system.processes import name_process
 from rollback.train.data.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
 from rollback.train.process import stopping
@@ -161,6 +165,39 @@ def test_a_rank_that_was_told_to_end_while_it_failed_ends_once_its_guard_is_clos
         os._exit(7)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == ends
+
+
+TOLD_TO_END = """
+import atexit, os, signal, sys, torch
+from torch import nn
+import rollback
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+atexit.register(print, "exit handler", flush=True)
+for x in rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(2, 4)] * 4, run=sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGTERM)
+    if sys.argv[2] == "fails":
+        raise ValueError("a peer is gone")
+    model(x).mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "status", "ends"), [("fails", -signal.SIGTERM, ""), ("stops", 0, "exit handler\n")], ids=["fails", "stops"]
+)
+def test_a_rank_that_fails_is_struck_down_behind_its_record_and_one_that_stops_is_not(
+    way: str, status: int, ends: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, ENV_SUPERVISOR: name_process(os.getpid())}
+    command = [sys.executable, "-c", TOLD_TO_END, str(tmp_path / "run"), way]
+    rank = WarmPopen[str](command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    told, _ = rank.communicate(timeout=LIMIT)
+    assert (rank.returncode, told) == (status, ends)
+    recorded = [record.message for record in read_failures(RunPaths(tmp_path / "run").failures(1)).values()]
+    assert recorded == (["a peer is gone"] if way == "fails" else [])
+    beats = read_all_heartbeats(RunPaths(tmp_path / "run"))
+    assert [beat.doing for beat in beats.values()] == ["ended" if way == "fails" else LEAVING]
 
 
 def test_what_a_leaving_rank_starts_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:

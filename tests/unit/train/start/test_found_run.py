@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,8 @@ from rollback.checkpoints.tiers import Located
 from rollback.config import Settings
 from rollback.errors import CheckpointDamaged, JournalDamaged, StateRefused
 from rollback.facts.history import History
-from rollback.rundir.paths import RunPaths, shard_name
+from rollback.rundir.identity import new_identity, write_identity
+from rollback.rundir.paths import MANIFEST, RunPaths, shard_name
 from rollback.sentinel import Sentinel
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm import ranks as module
@@ -268,6 +270,18 @@ def test_nobody_waits_in_a_collective_for_as_long_as_the_first_rank_fetches_the_
     with ExitStack() as held:
         first, second = two.both(lambda rank: read_run(paths, jobs[rank], two.ranks[rank], Settings(), held))
     assert (first.attempt, first.history) == (second.attempt, second.history)
+
+
+def test_a_damaged_checkpoint_in_a_directory_whose_name_is_no_utf_8_is_told_to_all_ranks(two: TwoHosts) -> None:
+    jobs = [state.job(2) for state in two.saved]
+    paths = RunPaths(two.paths.root.with_name(os.fsdecode(b"caf\xe9")))
+    paths.checkpoint(two.name).mkdir(parents=True)
+    (paths.checkpoint(two.name) / MANIFEST).write_text("no JSON")
+    write_identity(paths, new_identity(jobs[0]))
+    with ExitStack() as held:
+        first, second = two.both(lambda rank: read_run(paths, jobs[rank], two.ranks[rank], Settings(), held))
+    assert first.damaged == second.damaged
+    assert f"caf\\udce9/ring/{two.name}" in first.damaged[two.name]
 
 
 def test_where_rank_0_alone_finds_a_journal_damaged_the_others_do_not_wait_for_it(
