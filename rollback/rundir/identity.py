@@ -15,6 +15,7 @@ from rollback.rundir import seal
 from rollback.rundir.paths import FORMATS, READS, RunPaths, format_for
 from rollback.system.durable import write_file
 from rollback.system.small_json import read_json
+from rollback.wording import counted
 
 _SHOWN = 6  # differences that are spelt out; the rest is counted
 _IN_WORDS = {
@@ -221,7 +222,7 @@ def _why_batches_would_differ(recorded: JobIdentity, present: JobIdentity) -> st
 def _field_differences(recorded: JobIdentity, present: JobIdentity) -> list[str]:
     lines = []
     if recorded.world_size != present.world_size:
-        lines.append(f"world size: the run has {recorded.world_size} ranks, this job {present.world_size}")
+        lines.append(f"world size: the run has {counted(recorded.world_size, 'rank')}, this job {present.world_size}")
     for what, old, new in (
         ("optimizer", recorded.optimizer, present.optimizer),
         ("data", recorded.data, present.data),

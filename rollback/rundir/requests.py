@@ -76,15 +76,17 @@ class Request(BaseModel, frozen=True, extra="forbid"):
 def order_in_words(order: RequestKind, to: int | None, skip: Window | None, samples: Iterable[int]) -> str:
     """What is asked for. The others: fields of a request."""
     skipped = f"skip {skip.in_words()}" if skip else ""
+    named = [*map(str, samples)]
+    of_data = f"sample{'s' * (len(named) > 1)} {', '.join(named)}"
     match order:
         case "rewind":
             return f"rewind to step {to}" + (f" and {skipped}" if skip else "")
         case "skip":
             return skipped
         case "quarantine":
-            return f"leave out the samples {', '.join(map(str, samples))}"
+            return f"leave out {of_data}"
         case "release":
-            return f"take the samples {', '.join(map(str, samples))} in again"
+            return f"take {of_data} in again"
         case _:
             return "stop"
 

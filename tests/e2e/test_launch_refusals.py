@@ -57,7 +57,7 @@ def test_another_world_size_is_refused_with_the_difference(job: Launch) -> None:
     with launching(job.folder, with_torchrun=True, script=TINY) as real:
         code, message = refused(real, "", ranks=2)
     assert code == ExitCode.UNFIT
-    assert "world size: the run has 1 ranks, this job 2" in message
+    assert "world size: the run has 1 rank, this job 2" in message
 
 
 def test_a_run_without_a_usable_checkpoint_is_refused(job: Launch) -> None:

@@ -44,4 +44,5 @@ def asked_in_words(entry: RequestEntry) -> str:
 def fate_in_words(entry: RequestEntry) -> str:
     """What became of it."""
     at = f" at step {entry.taken_up.step}" if entry.taken_up else ""
-    return f"{entry.state.replace('_', ' ')}{at}" + (f"; {entry.answer}" if entry.answer else "")
+    answer = (entry.answer or "").removeprefix(f"{entry.state}: ")
+    return f"{entry.state.replace('_', ' ')}{at}" + (f"; {answer}" if answer else "")
