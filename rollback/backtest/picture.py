@@ -17,9 +17,10 @@ go."""
 def draw(replay: Replay, target: Path) -> None:
     """Write the picture; its format is what the name's ending says.
 
-    Raises UsageError where matplotlib is missing, and as `replacing`.
+    Raises UsageError where matplotlib cannot be imported, and as `replacing`.
     """
-    require_extra("matplotlib.figure", "pictures are drawn with matplotlib", "plot")
+    for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+        require_extra(module, "pictures are drawn with matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -24,8 +24,8 @@ class View:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._reader, self._read = StatusReader(root), False
-        self._until: str | None = None
-        """When the newest of what was read was journalled; None: nothing could be read yet."""
+        self._newest: dict[str, int] = {}
+        """The number of the newest entry that was read of each journal, by who writes it."""
         self._metrics = MetricTail(RunPaths(root).metrics, _MEMORY)
         self._curves = Curves()
         self.status: RunStatus | None = None
@@ -37,10 +37,11 @@ class View:
         """Look again. What cannot be read now leaves the last status in place, and its reason in `fault`."""
         try:
             self.status, self.fault = self._reader.read(), None
-            news, until = self._reader.news, self._until
-            self._until = max([until or "", *(record.at for record in news)])
+            news, before = self._reader.news, {**self._newest}
+            for record in news:
+                self._newest[record.fact.writer] = record.seq
             if not self._read:  # a reader's first look brings all that there is
-                news = [record for record in news if until is not None and record.at > until]
+                news = [each for each in news if before and each.seq > before.get(each.fact.writer, -1)]
             self.news, self._read = news, True
         except RollbackError as error:
             self.fault, self.news = error, []

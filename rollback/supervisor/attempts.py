@@ -261,7 +261,8 @@ class Attempts:
             try:
                 return read()
             except RunDirectoryError as error:
-                if not isinstance(error.__cause__, OSError) or time.monotonic() > until:
+                lasts = self._signals.insistent or time.monotonic() > until
+                if lasts or not isinstance(error.__cause__, OSError):
                     raise
                 if not told:
                     self._say(f"{error.message}; it is tried again for {_DISK_RETURNS:.0f} s")

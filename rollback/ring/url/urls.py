@@ -32,12 +32,12 @@ def require_url(url: str) -> None:
         )
     try:
         fsspec.get_filesystem_class(protocol)
-    except ValueError as error:
-        raise UsageError(
-            f"the ring {url!r}: no file system is known by the protocol {protocol!r}",
-            hint="s3, gs, abfs, file and sftp are among those that fsspec knows",
-        ) from error
     except Exception as error:  # what that package needs in turn may be of another version, and raise anything
+        if protocol not in fsspec.available_protocols():
+            raise UsageError(
+                f"the ring {url!r}: no file system is known by the protocol {protocol!r}",
+                hint="s3, gs, abfs, file and sftp are among those that fsspec knows",
+            ) from error
         raise UsageError(
             f"the ring {url!r} needs a package that cannot be imported: {error}",
             hint="s3fs for s3, gcsfs for gs, adlfs for abfs; for S3 also: pip install 'torch-rollback[s3]'",

@@ -118,7 +118,7 @@ class SnapshotSchedule:
         """Begin a snapshot of the present state."""
         began = time.perf_counter()
         image, cursor, step = self._state.image(), self._state.cursor, self._state.counters.step
-        if self._snapshots.memory.outgrown or self._state_has_come():
+        if self._snapshots.memory.outgrown:
             self._prepare()
         if not self._snapshots.ready:
             self._checkpoints.leave_failed_tier()

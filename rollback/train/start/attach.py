@@ -151,9 +151,10 @@ def _restore_newest(
             raise CheckpointForbidden(result.unsettled.message, hint=LET_IT_BE_READ)
         if result.unsettled is not None:  # also of one that is here and not whole, where a sound copy is to be fetched
             unreached = CheckpointOutOfReach(
-                f"{manifest.name}, with which the run goes on, cannot be had on every host: {result.unsettled.message}",
-                hint="the checkpoint may be sound: the same command goes on with it once that host reaches the ring "
-                "and has room",
+                f"{manifest.name}, with which the run goes on, cannot be had{' on every host' if ranks.apart else ''}: "
+                f"{result.unsettled.message}",
+                hint="the checkpoint may be sound: the same command goes on with it once the ring can be reached and "
+                "there is room for it",
             )
             if ranks.apart or history.pending is None:  # no older one either, if it has to be fetched
                 raise unreached

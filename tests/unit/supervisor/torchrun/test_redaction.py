@@ -48,13 +48,14 @@ def test_what_is_no_url_is_refused_in_words(url: str) -> None:
         require_url(url)
 
 
+@pytest.mark.parametrize("kind", ["TypeError", "ValueError"])
 def test_a_url_whose_package_cannot_be_imported_is_refused_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As gcsfs beside another version of protobuf, which raises a TypeError."""
-    (tmp_path / "made_for_another.py").write_text("raise TypeError('Descriptors cannot be created directly')")
+    """As gcsfs beside another version of protobuf, which raises a TypeError, or a package made for another NumPy."""
+    (tmp_path / f"made_for_{kind}.py").write_text(f"raise {kind}('Descriptors cannot be created directly')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(known_implementations, "another", {"class": "made_for_another.Files"})
+    monkeypatch.setitem(known_implementations, "another", {"class": f"made_for_{kind}.Files"})
     with pytest.raises(UsageError, match="a package that cannot be imported: Descriptors cannot be"):
         require_url("another://bucket/run")
 
