@@ -155,7 +155,7 @@ def test_a_run_of_another_world_size_is_refused_on_all_ranks(two: Scenarios, tmp
     for rank in (0, 1):
         result = two.result("of one rank", rank)
         assert result["error"] == "RanksDoNotFit"
-        assert "the run has 1 ranks, this job 2" in result["message"]
+        assert "the run has 1 rank, this job 2" in result["message"]
     train(Toy(60), tmp_path / "alike")
     assert files(two.run("of one rank")).keys() == files(tmp_path / "alike").keys()
 

@@ -323,9 +323,9 @@ def open_paths() -> list[Path]:
     return [Path(os.path.realpath(f"/proc/self/fd/{number}")) for number in os.listdir("/proc/self/fd")]
 
 
-def open_records() -> list[str]:
-    """This process's open files of the draw log and of the skip record."""
-    return sorted(path.parent.name for path in open_paths() if path.parent.name in ("draws", "skips"))
+def open_records(run: Path) -> list[str]:
+    """This process's open files of a run's draw log and of its skip record."""
+    return sorted(path.parent.name for path in open_paths() if path.parent in (run / "draws", run / "skips"))
 
 
 def test_guards_that_are_gone_leave_no_file_open(tmp_path: Path) -> None:
@@ -344,9 +344,9 @@ def test_guards_that_are_gone_leave_no_file_open(tmp_path: Path) -> None:
 def test_a_guard_that_is_closed_holds_no_record_of_its_data_open(tmp_path: Path) -> None:
     made = guard(tmp_path / "run", loader=list(torch.ones(8, 1, 4)), skip=[{"first": 0, "last": 1}])
     next(iter(made))
-    assert open_records() == ["draws", "skips"]
+    assert open_records(tmp_path / "run") == ["draws", "skips"]
     made.close()
-    assert open_records() == []
+    assert open_records(tmp_path / "run") == []
 
 
 def test_a_guard_that_is_broken_off_while_it_reads_its_run_leaves_the_run_free(
@@ -431,6 +431,6 @@ def test_a_guard_that_is_refused_when_it_has_attached_leaves_the_process_as_it_w
     before = signal.getsignal(signal.SIGTERM), sys.excepthook
     require_refused(tmp_path / "run", monkeypatch)
     assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
-    assert open_records() == []
+    assert open_records(tmp_path / "run") == []
     require_ended(known)
     guard(tmp_path / "run").close()
