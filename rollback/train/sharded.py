@@ -185,7 +185,8 @@ class FsdpModules:
             groups = getattr(state, "_fsdp_param_groups", None)  # torch had at most one, once
             for group in (state._fsdp_param_group,) if groups is None else groups:
                 for parameter in () if group is None else group.fsdp_params:
-                    yield parameter, "unsharded_accumulated_grad"
+                    if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 it is the whole one's
+                        yield parameter, "unsharded_accumulated_grad"
                     if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                         yield whole, "grad"
                 if group is not None:
