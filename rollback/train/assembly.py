@@ -88,8 +88,8 @@ def assemble(
 ) -> TrainingLoop:
     """Collective: make the loop of a guard that has attached to this run.
 
-    if_refused: gets what the caller must do where this raises an error for the reader. The script may catch that and go
-    on, without a guard or with another one.
+    if_refused: its exits are what is to be done where no guard comes of it, whatever was raised: the script may catch
+    that and go on, without a guard or with another one.
     """
     if run.lock is not None:
         if_refused.callback(run.lock.release)
@@ -98,7 +98,8 @@ def assemble(
     stop, heartbeat, rank = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt), run.ranks.rank
     failure = run.paths.failure(run.attempt, rank)
     failures = FailureRecorder(failure, rank, run.attempt, heartbeat, cursor)
-    for let_go in (failures.leave, partial(heartbeat.end, in_hand=False), stop.withdraw):
+    if_refused.push(failures.give_back)
+    for let_go in (heartbeat.stop, partial(heartbeat.end, in_hand=False), stop.withdraw):
         if_refused.callback(let_go)
     run.ranks.agreed(heartbeat.start)
     skips, updates = SkipList(run), Updates(optimizer, objects.get("scaler"), model)

@@ -159,8 +159,8 @@ class IncidentEvidence:
         return max(losses, default=-math.inf)
 
     def write(self, incident: Incident) -> None:
-        """Write what this rank saw of an incident. A failure is reported once and raises nothing: the plan, which another
-        attempt can carry out where this one cannot, is journalled behind it."""
+        """Write what this rank saw of an incident. A failure is reported once and raises nothing: behind it the plan is
+        journalled, which another attempt carries out where this one cannot."""
         steps = [step for step in self._steps if step.step >= incident.onset_step]
         try:
             files.make_directory(self._paths.incident(incident.incident))
