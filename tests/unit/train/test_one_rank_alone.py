@@ -1,4 +1,4 @@
-"""What fails on one rank alone while a state is put back: all ranks hear of it at the same place, and none waits."""
+"""What fails on one rank alone, as a guard is made or a state is put back: all ranks raise it, and none waits."""
 
 from pathlib import Path
 
@@ -99,6 +99,30 @@ guard.close(given_up=True)
 print(json.dumps(found))
 dist.destroy_process_group()
 """
+
+THREADS = """
+import threading, rollback
+start, found = threading.Thread.start, {}
+for name in ("heartbeat", "snapshot", "slots"):
+    def refuse(thread):
+        if not first and thread.name.startswith("rollback-" + name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse
+    given = {"model": model, "optimizer": optimizer, "loader": [], "run": folder / "run"}
+    found[name] = told(lambda: rollback.Guard(**given, fast_tier=str(folder)))
+threading.Thread.start = start
+rollback.Guard(**given).close()
+print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def test_a_thread_that_one_rank_cannot_start_is_missed_on_all(tmp_path: Path) -> None:
+    for found in in_two_ranks(PREAMBLE + THREADS, tmp_path):
+        for name, (kind, message) in found.items():
+            assert (kind, message.partition(")")[0]) == ("RollbackError", f"starting a thread (rollback-{name}")
 
 
 @pytest.mark.parametrize("hosts", [1, 2], ids=["all shards", "own shard"])
