@@ -12,7 +12,7 @@ from rollback.checkpoints import tiers
 from rollback.ring.drainer import Drainer
 from rollback.ring.shard_copier import ShardCopier
 from rollback.train.advice.advisor import Advisor
-from rollback.train.advice.unkept import Unkept
+from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.catalogue.catalogue import Catalogue
 from rollback.train.catalogue.draining import end_draining, start_draining
 from rollback.train.catalogue.remote import HostCopies, RemoteRing
@@ -113,7 +113,7 @@ def assemble(
     generators = generators_beside(state.modules, {"optimizer": optimizer, **objects}, loader, variables)
     if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
         state.kept.keep_generators(generators)
-    advisor = Advisor(state, updates, model, Unkept(state, generators, variables))
+    advisor = Advisor(state, updates, model, UnkeptState(state, generators, variables))
     kept = ProbeUpdates(wanted=run.settings.probe and not run.settings.observe_only)
     judge = Judge(
         run, pulse, state.sentinel, state.finite, checkpoints, evidence, advisor, skips, kept.judged, cursor.batch,
