@@ -12,7 +12,7 @@ from rollback.checkpoints import tiers
 from rollback.ring.drainer import Drainer
 from rollback.ring.shard_copier import ShardCopier
 from rollback.train.advice.advisor import Advisor
-from rollback.train.advice.unkept import Unkept
+from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.catalogue.catalogue import Catalogue
 from rollback.train.catalogue.draining import end_draining, start_draining
 from rollback.train.catalogue.remote import HostCopies, RemoteRing
@@ -88,8 +88,8 @@ def assemble(
 ) -> TrainingLoop:
     """Collective: make the loop of a guard that has attached to this run.
 
-    if_refused: gets what the caller must do where this raises an error for the reader. The script may catch that and go
-    on, without a guard or with another one.
+    if_refused: its exits are what is to be done where no guard comes of it, whatever was raised: the script may catch
+    that and go on, without a guard or with another one.
     """
     if run.lock is not None:
         if_refused.callback(run.lock.release)
@@ -98,7 +98,8 @@ def assemble(
     stop, heartbeat, rank = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt), run.ranks.rank
     failure = run.paths.failure(run.attempt, rank)
     failures = FailureRecorder(failure, rank, run.attempt, heartbeat, cursor)
-    for let_go in (failures.leave, partial(heartbeat.end, in_hand=False), stop.withdraw):
+    if_refused.push(failures.give_back)
+    for let_go in (heartbeat.stop, partial(heartbeat.end, in_hand=False), stop.withdraw):
         if_refused.callback(let_go)
     run.ranks.agreed(heartbeat.start)
     skips, updates = SkipList(run), Updates(optimizer, objects.get("scaler"), model)
@@ -112,7 +113,7 @@ def assemble(
     generators = generators_beside(state.modules, {"optimizer": optimizer, **objects}, loader, variables)
     if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
         state.kept.keep_generators(generators)
-    advisor = Advisor(state, updates, model, Unkept(state, generators, variables))
+    advisor = Advisor(state, updates, model, UnkeptState(state, generators, variables))
     kept = ProbeUpdates(wanted=run.settings.probe and not run.settings.observe_only)
     judge = Judge(
         run, pulse, state.sentinel, state.finite, checkpoints, evidence, advisor, skips, kept.judged, cursor.batch,

@@ -83,29 +83,29 @@ class Guard:
         run: str | os.PathLike[str] | None = None,
         **others: Any,
     ) -> None:
-        if_refused = ExitStack()
         try:
-            ranks = attaching.meet()
+            with ExitStack() as if_refused:
+                ranks = attaching.meet()
 
-            def checked() -> tuple[Settings, int | None, TrainingState]:
-                settings, objects = arguments.settings_and_objects(others)
-                sentinel = arguments.sentinel_for(settings)
-                arguments.check_trained(model, optimizer, objects)
-                objects = {**rank_allocation(model), **objects}
-                arguments.check_run(run)
-                end = None if max_steps is None else arguments.whole_number(max_steps, "Guard got max_steps")
-                state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
-                state.check()  # refuses now what could not be kept later
-                return settings, end, state
+                def checked() -> tuple[Settings, int | None, TrainingState]:
+                    settings, objects = arguments.settings_and_objects(others)
+                    sentinel = arguments.sentinel_for(settings)
+                    arguments.check_trained(model, optimizer, objects)
+                    objects = {**rank_allocation(model), **objects}
+                    arguments.check_run(run)
+                    end = None if max_steps is None else arguments.whole_number(max_steps, "Guard got max_steps")
+                    state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
+                    state.check()  # refuses now what could not be kept later
+                    return settings, end, state
 
-            settings, end, state = ranks.agreed(checked)
-            arguments.check_alike(settings, end, run, ranks)
-            attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
-            self._loop = loop = assemble(attached, state, model, loader, end, if_refused)
-            if_refused.callback(loop.last_snapshot.leave)
-            ranks.agreed(functools.partial(end_with_supervisor, weak_hook(loop.last_snapshot.keep)))
+                settings, end, state = ranks.agreed(checked)
+                arguments.check_alike(settings, end, run, ranks)
+                attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
+                self._loop = loop = assemble(attached, state, model, loader, end, if_refused)
+                if_refused.callback(loop.last_snapshot.leave)
+                ranks.agreed(functools.partial(end_with_supervisor, weak_hook(loop.last_snapshot.keep)))
+                if_refused.pop_all()
         except RollbackError as error:
-            if_refused.close()
             attaching.refuse(error)
         self.exit_order = loop.exit_order
         atexit.register(loop.close)

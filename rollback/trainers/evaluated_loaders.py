@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from rollback.train.advice.unkept import keeps_pass_over
+from rollback.train.advice.unkept_state import keeps_pass_over
 from rollback.train.data import rng
 from rollback.train.data.cursor.loader_clone import Keyed, KeyedCollate, KeyedDataset
 from rollback.train.data.workers import shut_down

@@ -15,7 +15,7 @@ from rollback.sentinel import Kind, Verdict
 from rollback.train.advice.habits import Habit, Habits
 from rollback.train.advice.layers import Layers
 from rollback.train.advice.script_rates import ScriptRates
-from rollback.train.advice.unkept import Unkept
+from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.comm.beat import Beat
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.optimizer import Updates
@@ -109,7 +109,7 @@ class Advisor:
     model: as the script calls it.
     """
 
-    def __init__(self, state: TrainingState, updates: Updates, model: nn.Module, unkept: Unkept) -> None:
+    def __init__(self, state: TrainingState, updates: Updates, model: nn.Module, unkept: UnkeptState) -> None:
         self._state, self._updates = state, updates
         self.unkept, self._without_grad = unkept, 0
         self._layers, self._rates = Layers(state.model), ScriptRates(state.objects.values())

@@ -32,8 +32,8 @@ _ITEMS = 8  # of a list, a dict and the like that are looked at: those of a list
 _DEPTH = 3  # of lists within lists
 
 
-class CarriedByScript:
-    """handed: whether somebody else keeps an object with all that it has."""
+class CarriedTensors:
+    """Those of the loops that run now. handed: whether somebody else keeps an object with all that it has."""
 
     def __init__(self, handed: Callable[[object], bool]) -> None:
         self._handed = handed

@@ -34,7 +34,7 @@ OWN_SNAPSHOT_AT_THE_START = (
 
 
 @dataclass(frozen=True)
-class Traces:
+class ScriptTraces:
     """What a script has done to its objects before it made the guard."""
 
     writes: int
@@ -56,12 +56,12 @@ class Traces:
             yield filled(OWN_SNAPSHOT_ON_RESUME, done=done, step=step)
 
 
-def traces_of(state: TrainingState) -> Traces:
+def traces_of(state: TrainingState) -> ScriptTraces:
     """The traces. Call it before anything is restored."""
     writes = [parameter._version for parameter in state.model.parameters()]
     wrapped: Wrapping = "sharded" if sharding_of(state.model) else "ddp" if state.broadcasts.of_model else "bare"
     updated = any(_has_updates(each) for each in state.optimizer.state.values())
-    return Traces(sum(writes), wrapped, len(writes), updated)
+    return ScriptTraces(sum(writes), wrapped, len(writes), updated)
 
 
 def _has_updates(state: Any) -> bool:

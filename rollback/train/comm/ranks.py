@@ -138,7 +138,8 @@ class Ranks:
         """Collective: what `act` gives on this rank, where it gives something on every rank.
 
         Raises, on all ranks, the error for the reader that it raises on the first rank that has one: else that rank
-        would leave, and the others wait for it. `act` must not be collective where it may raise on some ranks alone.
+        would leave, and the others wait for it. `act` must call nothing collective of these ranks: one that raises
+        before it would meet the others in another collective.
         """
         if not self.distributed:
             return act()

@@ -159,7 +159,8 @@ class IncidentEvidence:
         return max(losses, default=-math.inf)
 
     def write(self, incident: Incident) -> None:
-        """Write what this rank saw of an incident. A failed write is reported once and stops nothing."""
+        """Write what this rank saw of an incident. A failure is reported once and raises nothing: behind it the plan is
+        journalled, which another attempt carries out where this one cannot."""
         steps = [step for step in self._steps if step.step >= incident.onset_step]
         try:
             files.make_directory(self._paths.incident(incident.incident))
@@ -167,7 +168,9 @@ class IncidentEvidence:
             write_evidence(self._paths.evidence(incident.incident, self._rank), self._account(incident, steps, batch))
         except (OSError, ValueError, RuntimeError) as error:  # of a device without room for what is computed, too
             if not self._failed:
-                say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
+                # Most errors of a device itself are raised again by whatever it is asked next.
+                then = " if the device still answers" if isinstance(error, torch.AcceleratorError) else ""
+                say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on{then}")
             self._failed = True
 
     def _make_room(self) -> None:

@@ -108,9 +108,7 @@ class Rewinder:
 
     def put_back_probe(self, held: StateCopy, gradients: GradientCopy) -> None:
         """Undo a step that was none of the run's; where the data stand has not changed."""
-        self._checkpoints.snapshots.fence()
-        self.before()
-        gradients.put_back(lambda: held.put_back(self._state))
+        gradients.put_back(lambda: self._load(held))
         self._publish(RollbackCause.PROBE, held)
 
     def restore_again(self, cause: RollbackCause, name: str | None = None) -> None:
@@ -138,10 +136,14 @@ class Rewinder:
         self.restore_again(RollbackCause.REHEARSAL)
 
     def _put_back(self, cause: RollbackCause, held: StateCopy, screened_out: Window | None = None) -> None:
+        self._load(held)
+        self._publish(cause, held, screened_out=screened_out)
+
+    def _load(self, held: StateCopy) -> None:
+        """Raises, on all ranks, what the objects of one refuse: the others would train on without it."""
         self._checkpoints.snapshots.fence()
         self.before()
-        held.put_back(self._state)
-        self._publish(cause, held, screened_out=screened_out)
+        self._ranks.agreed(lambda: held.put_back(self._state))
 
     def _publish(
         self,

@@ -23,7 +23,7 @@ from rollback.sentinel.probe import OpenQuestion
 from rollback.train.data import rng
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepSpan
-from rollback.train.state.kept_values import KeptByScript
+from rollback.train.state.kept_values import ScriptState
 
 KEPT_EVERY = 100
 """Steps between two updates that are kept."""
@@ -82,7 +82,7 @@ class ProbeUpdates:
         self._open: ProbeUpdate | None = None
         self.held: list[ProbeUpdate] = []
 
-    def keep(self, step: int, batch: Any, scripts: KeptByScript) -> None:
+    def keep(self, step: int, batch: Any, scripts: ScriptState) -> None:
         """A batch of this step is handed out. Call it where updates are `wanted`."""
         if step < self._from:
             return

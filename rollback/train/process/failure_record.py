@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rollback.environment import host_name
+from rollback.errors import RollbackError
 from rollback.facts.training import Window
 from rollback.rundir import failures
 from rollback.rundir.failures import FailureRecord
@@ -52,8 +53,8 @@ class FailureRecorder:
     exit with an error in the loop's body, such as `if not math.isfinite(loss): sys.exit(1)`.
 
     What is raised behind a closed guard counts as well, until the process makes another one: that one's recorder takes
-    the place of this one for good once the guard is made (`replace_earlier`), and gives it back if the guard is refused
-    (`leave`). heartbeat: of the same guard. It ends with this.
+    the place of this one for good once the guard is made (`replace_earlier`), and gives it back if that cannot be made
+    (`give_back`). heartbeat: of the same guard.
     """
 
     def __init__(self, path: Path, rank: int, attempt: int, heartbeat: HeartbeatWriter, cursor: Cursor) -> None:
@@ -79,18 +80,21 @@ class FailureRecorder:
             sys.excepthook = self._before
 
     def replace_earlier(self) -> None:
-        """The guard is made: what happens in this process is no longer of the run of the guard before it."""
+        """The guard is made: what happens in this process is no longer of the run of the guard before it, which has no
+        recorder and no heartbeat any more."""
         if (earlier := self._earlier) is not None:
             self._remove_hook()
-            earlier.replace_earlier()  # an error that is not for the reader may have left it half made
-            earlier.leave()
+            earlier._remove_hook()
+            earlier._heartbeat.stop()
             self._earlier = None
             self._install_hook()
 
-    def leave(self) -> None:
-        """Record nothing from now on, and write no heartbeat: what happens in this process is another run's."""
+    def give_back(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """The guard cannot be made, because of this error: the script may catch it. Record it, unless it is for the
+        reader, and nothing from now on."""
+        if isinstance(error, Exception) and not isinstance(error, RollbackError):
+            self._write(self._account(error))
         self._remove_hook()
-        self._heartbeat.stop()
         if self._earlier is not None:
             _present[self._pid] = self._earlier
 

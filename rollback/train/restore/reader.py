@@ -40,6 +40,8 @@ from rollback.train.state.image import LOCAL, STILL
 from rollback.train.state.kept_values import GENERATOR
 from rollback.train.state.state import TrainingState
 
+Trees = tuple[dict[str, Any], dict[str, Any]]
+"""What a checkpoint has of all ranks, and of one."""
 _Stored = list[Any]
 """Of a part in a shard: its type, the shape of the whole, and offset and shape of the part."""
 
@@ -80,7 +82,11 @@ class AllShards:
     def _own(self) -> ShardReader:
         return self.shards[source_of(self._rank, len(self.shards))]
 
-    def load(self, ranks: Ranks, state: TrainingState) -> None:
+    def read(self, ranks: Ranks, state: TrainingState) -> Trees:
+        """Collective: the trees for `TrainingState.load`, their tensors read. Raises, on all ranks, what one meets."""
+        return ranks.agreed(partial(self._read, ranks, state))
+
+    def _read(self, ranks: Ranks, state: TrainingState) -> Trees:
         live, find = state.live_tensors(), state.places()
         target_of = targets(live, find)
 
@@ -103,7 +109,7 @@ class AllShards:
 
         with reading(ranks) as reads:
             shared, local = self._decode(plain, sharded, lambda key: self.frozen.take(key, plain))
-        state.load(shared, local_for(local, self._rank, len(self.shards)))
+        return shared, local_for(local, self._rank, len(self.shards))
 
     def close(self) -> None:
         for shard in self.shards:
@@ -120,7 +126,7 @@ class AllShards:
         fetch: Callable[[ShardReader, str], Tensor],
         sharded: Callable[[str], Tensor],
         still: Callable[[str], Tensor],
-    ) -> tuple[Any, Any]:
+    ) -> Trees:
         source = {key: shard for shard in self.shards for key in shard.entries}
 
         def find(key: str) -> Tensor:
@@ -172,8 +178,8 @@ class OwnShard:
             raise
 
     def meet(self, ranks: Ranks) -> None:
-        """Collective: learn which rank has which of the tensors that are not sharded. Raises CheckpointUnusable, maybe
-        on this rank alone."""
+        """Collective: learn which rank has which of the tensors that are not sharded. Raises CheckpointUnusable, on all
+        ranks."""
         kinds = {
             key: (entry.dtype, entry.shape)
             for key, entry in self._shard.entries.items()
@@ -181,6 +187,10 @@ class OwnShard:
         }
         shards = ranks.from_each([self._content, kinds])
         self._shared, self.frozen.digests = ranks.from_first([self._shared, self.frozen.digests])
+        ranks.agreed(partial(self._find_owners, shards))
+
+    def _find_owners(self, shards: Sequence[list[Any]]) -> None:
+        """shards: of each rank, the checkpoint's content and the kinds of what it has. Raises CheckpointDamaged."""
         if any(content != self._content for content, _ in shards):
             raise CheckpointDamaged(f"the hosts have different checkpoints in their slots by the name {self._name}")
         for rank, (_, kinds) in enumerate(shards):
@@ -200,10 +210,12 @@ class OwnShard:
         with _in_words(self._name):
             require_keys(tree.decode(self._shared, note, note_part), "shared")
 
-    def load(self, ranks: Ranks, state: TrainingState) -> None:
+    def read(self, ranks: Ranks, state: TrainingState) -> Trees:
+        """Collective: as `AllShards.read`. What may fail on one rank alone is agreed on before the next exchange."""
         live, find = ranks.agreed(lambda: (state.live_tensors(), state.places()))
         target_of = targets(live, find)
-        likes, routes = ranks.agreed(partial(self._find_parts, self._meet_holders(find, ranks), find, ranks.rank))
+        there = self._meet_holders(find, ranks)
+        likes, routes = ranks.agreed(partial(self._find_parts, there, find, ranks.rank))
         own = {key for key in self._wanted if self._owner[key] == ranks.rank}
         own |= {key for key, like in likes.items() if self._parts.get(key) == part_of(like, key)}
         read: dict[str, Tensor] = {}
@@ -228,7 +240,7 @@ class OwnShard:
         for (source, to), kinds in sorted(routes.items()):
             found |= self._receive(source, to, read, {key: (live.get(key), kind) for key, kind in kinds.items()}, ranks)
         parts = {key: sharded_like(found[key].to(local_of(like).device), like) for key, like in likes.items()}
-        state.load(tree.decode(self._shared, found.__getitem__, parts.__getitem__), local)
+        return tree.decode(self._shared, found.__getitem__, parts.__getitem__), local
 
     def _meet_holders(self, find: Callable[[str], Tensor | None], ranks: Ranks) -> dict[int, dict[str, _Stored]]:
         """Collective: by rank, what is stored there of parts that may be this rank's too.

@@ -98,7 +98,7 @@ def _verified(place: CheckpointPlace, name: str, ranks: Ranks, state: TrainingSt
     with ExitStack() as opened:
         reading = ranks.agreed(lambda: opened.enter_context(closing(_open(place, name, ranks))))
         if isinstance(reading, OwnShard):
-            ranks.agreed(partial(reading.meet, ranks))
+            reading.meet(ranks)
         if state is not None and reading.frozen.digests:
             ranks.agreed(partial(reading.frozen.compare, place.run, state, threads_of(ranks)))
         opened.pop_all()
@@ -122,7 +122,9 @@ def _open(place: CheckpointPlace, name: str, ranks: Ranks) -> OpenShards:
 def _load(reading: OpenShards, ranks: Ranks, state: TrainingState) -> None:
     """Collective: read every tensor into its place, load the rest, and close. Raises, on all ranks, what one meets."""
     with closing(reading):
-        ranks.agreed(lambda: reading.load(ranks, state))
+        trees = reading.read(ranks, state)
+        # Once all have read theirs: where one has to read again, no object of another loads its state twice.
+        ranks.agreed(lambda: state.load(*trees))
 
 
 def _together(faults: Sequence[CheckpointUnusable]) -> CheckpointUnusable:

@@ -10,6 +10,7 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RunDirectoryError
 from rollback.facts.training import Paced, Saving
 from rollback.train.comm.beat import Beat
+from rollback.train.comm.ranks import Ranks
 from rollback.train.events import RollbackApplied
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import version_of
@@ -21,6 +22,32 @@ from rollback.train.updates.hooks import before_update, weak_hook
 
 _REMEMBERED = 21  # steps whose median is what a step takes
 _TRIES = 6  # of a checkpoint that is waited for: a tier may fail, and a state may grow, but not for ever
+
+
+class OptimizerStates:
+    """Which ranks have an optimizer state. It comes with a first gradient: on some ranks later than on others, or not.
+
+    here: whether this rank's had one at the last look.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+        self._optimizer, self._ranks = optimizer, ranks
+        self.here = self._everywhere = True
+        self._updates, self._asks_at = 0, 1
+
+    def look(self) -> None:
+        """Collective."""
+        self.here = bool(self._optimizer.state)
+        self._everywhere = self._ranks.all_of(self.here)
+
+    def one_has_come(self) -> bool:
+        """Collective, behind each update: whether a rank has got one since the last look. The ranks ask each other
+        behind the updates 1, 2, 4, 8 and so on: where an optimizer never has a state they would do so for ever."""
+        self._updates += 1
+        if self._everywhere or self._updates < self._asks_at:
+            return False
+        self._asks_at = 2 * self._updates
+        return not self._ranks.all_of(self.here or not self._optimizer.state)
 
 
 class SnapshotSchedule:
@@ -50,9 +77,7 @@ class SnapshotSchedule:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step_began: float | None = None
         self._allotted: Allotment | None = None
-        self._incomplete = self._without_state = False
-        """Whether the optimizer of any rank, and of this one, had no state when room was made last."""
-        self._updates = 0
+        self._states = OptimizerStates(state.optimizer, run.ranks)
         self._moves_early, self._versions = True, [0]
         """Whether the optimizer may write to weights before its closure has run. What torch counted when it began."""
         self._hook: RemovableHandle | None = state.optimizer.register_step_pre_hook(weak_hook(self._before_step))
@@ -72,10 +97,7 @@ class SnapshotSchedule:
             self._seconds.append(max(0.0, now - self._step_began))
         self._step_began = now
         self.wanted |= self._snapshots.memory.outgrown  # the one that was dropped is made up for
-        self._updates += 1
-        # Not after each update: the ranks of an optimizer that never has a state would ask each other for ever.
-        asks = self._updates & (self._updates - 1) == 0
-        if self._snapshots.memory.outgrown or (asks and self._state_has_come()):
+        if self._states.one_has_come() or self._snapshots.memory.outgrown:
             self._prepare()
         return sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
 
@@ -183,11 +205,6 @@ class SnapshotSchedule:
             self._taken_at = event.step
         self._step_began = None
 
-    def _state_has_come(self) -> bool:
-        """Whether any rank's optimizer has a state now, and had none when room was made. On others it may come later
-        or never: where none of a rank's parameters had a gradient."""
-        return self._incomplete and not self._ranks.all_of(not (self._without_state and self._state.optimizer.state))
-
     def _prepare(self) -> None:
         """Make room for snapshots, as much as they will need.
 
@@ -199,9 +216,8 @@ class SnapshotSchedule:
             self._tier = None, "the fast tier has failed"
         image = self._state.image()
         needed = self._snapshots.fit_memory(image)
-        self._without_state = not self._state.optimizer.state
-        self._incomplete = not self._ranks.all_of(not self._without_state)
-        if self._without_state:  # most optimizers keep two numbers for each parameter
+        self._states.look()
+        if not self._states.here:  # most optimizers keep two numbers for each parameter
             parameters = sum(item.nbytes for item in self._state.model.parameters() if item.requires_grad)
             needed += 2 * parameters // self._ranks.world_size
         allotted = allot(*self._tier, self._ranks, needed, self._settings.keep)

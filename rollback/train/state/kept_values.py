@@ -73,7 +73,7 @@ class ToldAtEnd:
         raise NotImplementedError
 
 
-class KeptByScript:
+class ScriptState:
     """The kept values of one rank's script, and those of the last restored checkpoint."""
 
     def __init__(self) -> None:

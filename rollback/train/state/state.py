@@ -17,7 +17,7 @@ from rollback.train.sharded import FsdpModules, is_sharded, local_of
 from rollback.train.state import module_buffers, tree
 from rollback.train.state.ddp_broadcasts import DdpBroadcasts
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_gpu, take_parts, tensor_in_words
-from rollback.train.state.kept_values import KeptByScript
+from rollback.train.state.kept_values import ScriptState
 from rollback.train.state.module_buffers import all_of, can_be_written, load_buffers, nonpersistent, not_kept
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.stateful import (
@@ -86,7 +86,7 @@ class TrainingState:
         self.sentinel = sentinel
         self.counters = Counters()
         self._rate_reader = RateReader()
-        self.kept = KeptByScript()
+        self.kept = ScriptState()
         self.not_in_checkpoint: list[str] = []
         """Buffers without a value in the last `load`; they did not change."""
         places = ("shared/objects", "local/object_buffers")

@@ -365,16 +365,21 @@ def test_a_guard_that_is_broken_off_while_it_reads_its_run_leaves_the_run_free(
     del kept
 
 
-def require_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a guard, which is refused when it has attached to its run."""
+ERRORS = [UsageError("not alike"), RuntimeError("of nobody's"), KeyboardInterrupt("in a notebook")]
+
+
+def require_refused(run: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
+    """Make a guard, which is broken off by this error when it has attached to its run. Returns what a notebook keeps of
+    it."""
 
     def refuse(*_: Any) -> None:
-        raise UsageError("not alike")
+        raise error
 
     with monkeypatch.context() as made_unlike:
         made_unlike.setattr(drift, "require_alike", refuse)
-        with pytest.raises(UsageError, match="not alike"):
+        with pytest.raises(type(error)) as kept:
             guard(run)
+    return kept
 
 
 @pytest.mark.parametrize("name", ["heartbeat", "snapshot", "slots", "lifeline"])
@@ -409,12 +414,13 @@ def require_ended(known: list[threading.Thread]) -> None:
             assert not thread.is_alive(), thread.name
 
 
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_second_guard_that_is_refused_leaves_the_first_one_its_heartbeat_and_its_failure_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
     first = guard(tmp_path / "run")
-    require_refused(tmp_path / "other", monkeypatch)
+    require_refused(tmp_path / "other", monkeypatch, error)
     assert not first._loop.step_in_progress.heartbeat._over.is_set()
     sys.excepthook(ValueError, ValueError("here"), None)
     first.close()
@@ -422,15 +428,19 @@ def test_a_second_guard_that_is_refused_leaves_the_first_one_its_heartbeat_and_i
     assert (record.error, record.message) == ("ValueError", "here")
 
 
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_guard_that_is_refused_when_it_has_attached_leaves_the_process_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """Else the script that catches this would ignore SIGTERM from then on, and its next guard find the run in use."""
     monkeypatch.setattr(sys, "excepthook", print)
     known = threading.enumerate()
     before = signal.getsignal(signal.SIGTERM), sys.excepthook
-    require_refused(tmp_path / "run", monkeypatch)
+    kept = require_refused(tmp_path / "run", monkeypatch, error)
+    records = read_failures(RunPaths(tmp_path / "run").failures(1)).values()
+    assert [record.message for record in records] == (["of nobody's"] if type(error) is RuntimeError else [])
     assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
     assert open_records(tmp_path / "run") == []
     require_ended(known)
     guard(tmp_path / "run").close()
+    del kept

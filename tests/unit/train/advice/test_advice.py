@@ -31,7 +31,7 @@ from rollback.source.instrumentation import BY_BATCH
 from rollback.train.advice import advisor as advising
 from rollback.train.advice.advisor import Advisor
 from rollback.train.advice.habits import Habit
-from rollback.train.advice.unkept import Unkept
+from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.comm.beat import Beat
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.passes import PLAIN_EPOCH_LOOP
@@ -250,7 +250,7 @@ def test_an_optimizer_whose_state_another_does_not_hand_out_is_named(tmp_path: P
 def test_a_guard_that_is_forgotten_while_an_optimizer_goes_through_its_hooks_ends_no_step() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = [Unkept(TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal")), {}, [])]
+    watching = [UnkeptState(TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal")), {}, [])]
     handles = [register_optimizer_step_post_hook(hook) for hook in (lambda *_: watching.clear(), lambda *_: None)]
     model(torch.ones(2)).backward()
     optimizer.step()
@@ -992,7 +992,7 @@ def codes_of(advisor: Advisor, habit: Habit, kept: Callable[[float], float], upd
 def advisor(model: nn.Module, kind: Any = torch.optim.AdamW) -> Advisor:
     optimizer = kind(model.parameters(), lr=1e-3)
     state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
-    return Advisor(state, Updates(optimizer, None, model), model, Unkept(state, {}, []))
+    return Advisor(state, Updates(optimizer, None, model), model, UnkeptState(state, {}, []))
 
 
 WRITTEN, UNTOUCHED = Habit(1, written=True), Habit(1, written=False)

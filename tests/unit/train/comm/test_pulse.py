@@ -3,12 +3,8 @@
 import functools
 import gc
 import itertools
-import json
 import math
 import operator
-import os
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,8 +16,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from in_ranks import in_two_ranks
 from torch import Tensor
-from warm_server import WarmPopen
 
 from rollback.train.comm.beat import (
     FIELDS,
@@ -371,20 +367,7 @@ dist.destroy_process_group()
 
 
 def test_two_ranks_read_the_same() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        WarmPopen[str](
-            [sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True,
-            env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    told = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
-    first, second = [json.loads(lines[-1]) for lines in told]  # gloo of torch 2.10 writes to stdout, too
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    first, second = in_two_ranks(RANK)
     assert first == second
     beats, of_hosts, texts, from_first, all_of = first
     assert beats == of_hosts

@@ -366,17 +366,26 @@ def test_a_disk_that_refuses_stops_nothing_and_is_told_of_once(
     assert capsys.readouterr().err.count("training goes on") == 1
 
 
-def test_a_device_without_room_for_the_norms_stops_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "then"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "training goes on"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory"), "training goes on"),
+        (torch.AcceleratorError("CUDA error: illegal access"), "training goes on if the device still answers"),
+    ],
+    ids=["device without room", "host without room", "device fails"],
+)
+def test_a_device_that_computes_no_norms_stops_no_plan_and_nothing_is_promised_of_one_that_fails(
+    error: Exception, then: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: object) -> NoReturn:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def fail(_: object) -> NoReturn:
+        raise error
 
-    monkeypatch.setattr("rollback.train.incidents.evidence.norm_of_each", full)
+    monkeypatch.setattr("rollback.train.incidents.evidence.norm_of_each", fail)
     bench = Bench(tmp_path)
     bench.step(0)
     bench.evidence.write(incident(0, 0, 0))
-    assert "CUDA out of memory); training goes on" in capsys.readouterr().err
+    assert f"failed ({error}); {then}\n" in capsys.readouterr().err
 
 
 # --- norms between backward and step ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Hint, Sentinel
 from rollback.train.advice.advisor import Advisor
-from rollback.train.advice.unkept import Unkept
+from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.catalogue.catalogue import Catalogue
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
@@ -54,7 +54,7 @@ class Steps:
         model = torch.nn.Linear(1, 1)
         optimizer, sentinel = torch.optim.SGD(model.parameters()), Sentinel(settings.sensitivity)
         state = TrainingState(model, optimizer, {}, cursor_for([1]), sentinel)
-        advisor = Advisor(state, Updates(optimizer, None, model), model, Unkept(state, {}, []))
+        advisor = Advisor(state, Updates(optimizer, None, model), model, UnkeptState(state, {}, []))
         self.judge = Judge(
             run, Pulse(ranks, torch.device("cpu")), sentinel, FiniteCheck((), repr), self.checkpoints,
             IncidentEvidence(run, model, 0), advisor, SkipList(run), lambda *_: None,

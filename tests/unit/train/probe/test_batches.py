@@ -15,7 +15,7 @@ from rollback.sentinel import Hint, Observation, Sentinel
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepSpan
 from rollback.train.probe.batches import KEPT_EVERY, MOST, ProbeBatch, ProbeUpdates
-from rollback.train.state.kept_values import KeptByScript
+from rollback.train.state.kept_values import ScriptState
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Steps:
     ) -> None:
         for step in steps:
             for _ in range(batches):
-                self.kept.keep(step, torch.zeros(2) if odd is None else odd, KeptByScript())
+                self.kept.keep(step, torch.zeros(2) if odd is None else odd, ScriptState())
             span = StepSpan(step, step, step, per_step, Hint.NONE, batches=batches)
             self.kept.judged(span, loss, self.sentinel)
 
@@ -115,8 +115,8 @@ def test_an_update_is_kept_every_hundred_steps_and_two_of_them() -> None:
 
 def test_only_what_was_judged_is_of_use() -> None:
     steps = Steps()
-    steps.kept.keep(0, torch.zeros(1), KeptByScript())
-    steps.kept.keep(1, torch.zeros(1), KeptByScript())  # the next batch comes before the verdict
+    steps.kept.keep(0, torch.zeros(1), ScriptState())
+    steps.kept.keep(1, torch.zeros(1), ScriptState())  # the next batch comes before the verdict
     assert steps.newest() is None
     steps.kept.judged(StepSpan(0, 0, 0, 1, Hint.NONE), 1.0, steps.sentinel)
     assert steps.newest() == 0

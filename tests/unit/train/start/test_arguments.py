@@ -1,13 +1,8 @@
 """What ranks hand to their guards, where it is not the same, or does not stay so: all are refused, and none waits."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
-from warm_server import WarmPopen
+from in_ranks import in_two_ranks
 
 RANK = """
 import json, sys, torch, torch.distributed as dist
@@ -49,19 +44,7 @@ dist.destroy_process_group()
 
 
 def test_what_is_wrong_on_one_rank_or_not_alike_is_refused_on_all(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        WarmPopen[str](
-            [sys.executable, "-c", RANK, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
-            env={**environment, "RANK": str(rank)},
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    outputs = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
-    first, second = [json.loads(lines[-1]) for lines in outputs]  # gloo of torch 2.10 writes to stdout, too
+    first, second = in_two_ranks(RANK, tmp_path / "run", cwd=tmp_path)
     assert first == second
     (of_one_rank, of_init, of_run, of_first_run, of_data, of_update) = first
     assert of_one_rank[0] == "UsageError"

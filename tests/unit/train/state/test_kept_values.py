@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollback.errors import RunDoesNotFit, StateRefused, UsageError
 from rollback.train.state import tree
-from rollback.train.state.kept_values import KeptByScript
+from rollback.train.state.kept_values import ScriptState
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -30,7 +30,7 @@ def through_disk(state: dict[str, Any]) -> Any:
 
 @given(st.dictionaries(st.text(st.characters(categories=["L"]), min_size=1), plain))
 def test_what_is_kept_comes_back_as_it_was(values: dict[str, Any]) -> None:
-    script = KeptByScript()
+    script = ScriptState()
     kept = script.add(values)
     state = through_disk(script.state_dict())
     for name in values:
@@ -40,7 +40,7 @@ def test_what_is_kept_comes_back_as_it_was(values: dict[str, Any]) -> None:
 
 
 def test_a_change_inside_a_list_is_kept_and_undone() -> None:
-    script = KeptByScript()
+    script = ScriptState()
     kept = script.add({"losses": [1.0]})
     kept.losses.append(2.0)
     state = through_disk(script.state_dict())
@@ -50,7 +50,7 @@ def test_a_change_inside_a_list_is_kept_and_undone() -> None:
 
 
 def test_a_checkpoint_from_before_it_was_asked_for_gives_the_first_value() -> None:
-    script = KeptByScript()
+    script = ScriptState()
     kept = script.add({"best": math.inf, "losses": []})
     kept.best = 1.0
     kept.losses.append(1.0)
@@ -60,19 +60,19 @@ def test_a_checkpoint_from_before_it_was_asked_for_gives_the_first_value() -> No
 
 
 def test_what_a_resumed_script_has_not_asked_for_yet_waits_for_it() -> None:
-    script = KeptByScript()
+    script = ScriptState()
     script.load_state_dict({"best": 0.5, "tokens": 7})
     assert script.add({"tokens": 0}).tokens == 7
     state = script.state_dict()
     assert state == {"best": 0.5, "tokens": 7}, "a checkpoint taken meanwhile has it too"
-    later = KeptByScript()
+    later = ScriptState()
     later.load_state_dict(state)
     assert later.add({"best": math.inf}).best == 0.5
 
 
 @pytest.mark.parametrize("number", [torch.tensor(2.5, requires_grad=True), torch.tensor([2.5]), np.float32(2.5)])
 def test_a_tensor_or_an_array_of_one_number_is_that_number(number: Any) -> None:
-    script = KeptByScript()
+    script = ScriptState()
     kept = script.add({"best": number, "history": [number]})
     assert kept.best == 2.5
     kept.best = 0.0
@@ -95,7 +95,7 @@ def test_an_object_whose_state_is_nested_too_deep_is_refused_for_that() -> None:
             raise NotImplementedError
 
     with pytest.raises(UsageError, match=r"'tree'.* nested too deep"):
-        KeptByScript().add({"tree": Tree()})
+        ScriptState().add({"tree": Tree()})
     with pytest.raises(UsageError, match=r"'shared/objects/tree' .* nested too deep"):
         tree.encode({"model": {}, "objects": {"ema": {}, "tree": {"root": nest}}}, "shared", {})
 
@@ -111,7 +111,7 @@ def test_an_object_that_does_not_load_what_was_kept_by_its_name_is_named(state: 
         def load_state_dict(self, state: Any) -> None:
             raise KeyError("count")
 
-    script, resumed = KeptByScript(), KeptByScript()
+    script, resumed = ScriptState(), ScriptState()
     script.add({"counts": Counts()})
     with pytest.raises(StateRefused, match=f"the Counts 'counts' did not load .* KeyError: 'count'. That state {told}"):
         script.load_state_dict({"counts": state})
@@ -121,7 +121,7 @@ def test_an_object_that_does_not_load_what_was_kept_by_its_name_is_named(state: 
 
 
 def test_a_generator_that_became_one_of_another_kind_is_named_where_its_loop_begins() -> None:
-    script, resumed = KeptByScript(), KeptByScript()
+    script, resumed = ScriptState(), ScriptState()
     script.keep_generators({"noise": np.random.default_rng(0)})
     resumed.load_state_dict(script.state_dict())
     resumed.keep_generators({"noise": torch.Generator()})
@@ -146,7 +146,7 @@ within_itself.append({"again": within_itself})
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_where_it_is_said(value: Any) -> None:
-    script = KeptByScript()
+    script = ScriptState()
     with pytest.raises(UsageError, match="best") as caught:
         script.add({"fine": 1, "best": value})
     assert caught.value.hint
@@ -158,7 +158,7 @@ def test_what_cannot_be_kept_is_refused_where_it_is_said(value: Any) -> None:
 
 
 def test_a_name_is_asked_for_once() -> None:
-    script = KeptByScript()
+    script = ScriptState()
     script.add({"best": 0})
     with pytest.raises(UsageError, match="'best' is kept already"):
         script.add({"tokens": 0, "best": 1})
@@ -167,7 +167,7 @@ def test_a_name_is_asked_for_once() -> None:
 
 
 def test_a_name_that_was_not_asked_for_is_a_slip() -> None:
-    kept = KeptByScript().add({"best": 0})
+    kept = ScriptState().add({"best": 0})
     with pytest.raises(AttributeError, match="bets"):
         kept.bets = 1
     with pytest.raises(AttributeError, match="bets"):
@@ -190,14 +190,14 @@ class Counting:
 
 
 def test_an_object_is_kept_by_what_it_says_of_itself_and_told_where_it_was() -> None:
-    script, counting = KeptByScript(), Counting()
+    script, counting = ScriptState(), Counting()
     script.add({"counting": counting, "best": 1.0})
     counting.count = 3
     state = through_disk(script.state_dict())
     counting.count = 8
     script.load_state_dict(state)
     assert (counting.count, counting.moved) == (3, 1)
-    resumed, again = KeptByScript(), Counting()
+    resumed, again = ScriptState(), Counting()
     resumed.load_state_dict(state)
     resumed.add({"counting": again})
     assert (again.count, again.moved) == (3, 1)
@@ -206,7 +206,7 @@ def test_an_object_is_kept_by_what_it_says_of_itself_and_told_where_it_was() -> 
 
 
 def test_an_object_of_which_no_checkpoint_knows_stays_as_it_is() -> None:
-    script, counting = KeptByScript(), Counting()
+    script, counting = ScriptState(), Counting()
     script.add({"counting": counting})
     script.load_state_dict({})
     assert counting.moved == 0
@@ -227,7 +227,7 @@ GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("by", ["add", "keep_generators"])
 def test_a_generator_draws_what_it_drew_behind_a_restore_and_anew_from_before_it_was_kept(kind: str, by: str) -> None:
     make, draw = GENERATORS[kind]
-    script, generator = KeptByScript(), make()
+    script, generator = ScriptState(), make()
     getattr(script, by)({"rngs['a/b']": generator})
     first = draw(generator)
     state = through_disk(script.state_dict())
@@ -256,7 +256,7 @@ class Foretelling:
 
 
 def test_in_a_backward_an_object_may_know_its_state_at_the_steps_end() -> None:
-    script, total = KeptByScript(), Foretelling()
+    script, total = ScriptState(), Foretelling()
     assert script.coming() == script.of_rank()
     script.add({"best": 0.5, "total": total})
     assert script.coming() is None

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from rollback.errors import EARLY
-from rollback.train.advice.carried_tensors import CarriedByScript
-from rollback.train.advice.own_attributes import OwnAttributes, goes_on, tells_itself
+from rollback.train.advice.carried_tensors import CarriedTensors
+from rollback.train.advice.optimizer_attributes import OptimizerAttributes, goes_on, tells_itself
 from rollback.train.advice.script_tensors import copies_of_script, modules_of_script, tensors_of, tensors_of_script
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators
@@ -100,7 +100,7 @@ _SELDOM = 16  # updates between two looks, behind the first ones: what is found 
 _LOOKS = 5  # in all of which a count must go on
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
 
-_WATCHING: "weakref.WeakSet[Unkept]" = weakref.WeakSet()
+_WATCHING: "weakref.WeakSet[UnkeptState]" = weakref.WeakSet()
 _KEPT_LOADERS: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
 
 
@@ -142,7 +142,7 @@ class _Watched(NamedTuple):
         return [tensors[name] for name, mark in _marks_of(thing).items() if mark != self.then.get(name)]
 
 
-class Unkept:
+class UnkeptState:
     """Watches all optimizers of this process, for as long as it lives. Nothing here is collective.
 
     generators: random generators that nobody has had kept yet, by name. variables: those of the script.
@@ -157,7 +157,7 @@ class Unkept:
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         handed = (state.optimizer, *state.objects.values())
         own = (item for item in handed if isinstance(item, Optimizer) and not tells_itself(item))
-        self._own = [OwnAttributes(item) for item in own]
+        self._own = [OptimizerAttributes(item) for item in own]
         self._groups = len(state.optimizer.param_groups)
         self._generators = {name: (thing, _state_of(thing)) for name, thing in generators.items()}
         """Each with its state now."""
@@ -166,7 +166,7 @@ class Unkept:
         """Of the model's weights, as of an average; and modules."""
         self._tensors: list[_Watched] = []
         """Others."""
-        self._carried = CarriedByScript(self._has)
+        self._carried = CarriedTensors(self._has)
         self._numbers: dict[str, deque[float]] = {}
         """Of the modules, at the last looks."""
         self._looks = 0

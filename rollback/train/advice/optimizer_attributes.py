@@ -23,7 +23,7 @@ _OF_TORCH = frozenset(("state", "param_groups", "defaults", "_step_count"))
 _Print = list[tuple["weakref.ref[Tensor]", int]]
 
 
-class OwnAttributes:
+class OptimizerAttributes:
     """Watches the first updates of an optimizer, by hooks of its own that go once it is known."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -1,0 +1,77 @@
+"""When room for snapshots is made anew: an optimizer's state comes with its first gradient, which may be late."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from toy import SETTINGS, facts
+
+import rollback
+from rollback.facts.training import Committed, Dropped
+from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots.schedule import OptimizerStates
+
+
+class CountingRanks(Ranks):
+    """One rank, which stands for two: the other one says what is set here."""
+
+    asked, other = 0, True
+
+    def all_of(self, condition: bool) -> bool:
+        self.asked += 1
+        return condition and self.other
+
+
+def test_ranks_ask_each_other_ever_more_seldom_for_a_state_that_does_not_come() -> None:
+    optimizer, ranks = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), CountingRanks()
+    states = OptimizerStates(optimizer, ranks)
+    states.look()
+    asked_at = []
+    for update in range(1, 101):
+        before = ranks.asked
+        assert not states.one_has_come()
+        asked_at += [update] if ranks.asked > before else []
+    assert asked_at == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_a_state_that_comes_on_any_rank_is_heard_of_on_all_and_then_nobody_asks() -> None:
+    """Not twice of the same one, where others never have one."""
+    weight, ranks = nn.Parameter(torch.ones(1)), CountingRanks()
+    optimizer = torch.optim.Adam([weight])
+    states = OptimizerStates(optimizer, ranks)
+    states.look()
+    ranks.other = False  # it has got one
+    assert states.one_has_come()
+    assert not states.here
+    ranks.other = True
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert states.one_has_come()
+    states.look()
+    before = ranks.asked
+    assert not any(states.one_has_come() for _ in range(100))
+    assert (ranks.asked, states.here) == (before, True)
+
+
+def test_a_state_that_comes_between_two_questions_costs_one_snapshot_which_is_made_up_for_at_once(
+    tmp_path: Path,
+) -> None:
+    """It comes behind the question at update 8, and the room that is there at the snapshot of step 10 is too small."""
+    run, model = tmp_path / "run", nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=list(torch.randn(30, 4, 256)), run=run,
+        **SETTINGS | {"snapshot_every": 10},
+    )  # fmt: skip
+    for x in guard:
+        guard._loop.checkpoints.snapshots.wait()
+        loss = model(x).square().mean()
+        if guard.step >= 9:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+    guard.close()
+    assert [fact.step for fact in facts(run, Dropped)] == [10]
+    made = [fact.step for fact in facts(run, Committed)]
+    assert any(10 < step <= 16 for step in made), f"before the next question: {made}"
