@@ -95,7 +95,8 @@ def assemble(
         if_refused.callback(run.lock.release)
     if_refused.callback(run.record.close)
     cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
-    stop, heartbeat, rank = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt), run.ranks.rank
+    stop, rank = StopRequest(), run.ranks.rank
+    heartbeat = HeartbeatWriter(run.paths, run.ranks, run.attempt, state.counters.step, cursor.batch)
     failure = run.paths.failure(run.attempt, rank)
     failures = FailureRecorder(failure, rank, run.attempt, heartbeat, cursor)
     if_refused.push(failures.give_back)

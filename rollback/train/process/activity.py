@@ -18,10 +18,14 @@ class Activity(NamedTuple):
 
 
 class RankActivity:
-    """The present activity of one guard's rank. The guard's parts set it; threads and hooks read it."""
+    """The present activity of one guard's rank. The guard's parts set it; threads and hooks read it.
 
-    def __init__(self) -> None:
-        self.now = Activity("attaching", 0, 0, first=0, last=0)
+    step, batch: where the rank stands when it begins. A relaunch begins where it resumes: a rank that seemed to come
+    there from 0 would be taken for one that trains.
+    """
+
+    def __init__(self, step: int, batch: int) -> None:
+        self.now = Activity("attaching", step, batch, first=batch, last=batch)
         """Replaced as a whole, so that a thread never reads half of it."""
         self.empty_pass: int | None = None
         """The epoch of a pass over the guard that had no batch, until the next batch."""

@@ -34,9 +34,12 @@ _FILES = 16  # that all ranks with a board replace in a second, in a directory t
 
 
 class HeartbeatWriter:
-    """Writes this rank's heartbeats from `start` until `stop`, while the process lives; and its stacks on a signal."""
+    """Writes this rank's heartbeats from `start` until `stop`, while the process lives; and its stacks on a signal.
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int) -> None:
+    step, batch: where the attempt begins.
+    """
+
+    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, step: int, batch: int) -> None:
         self._path = paths.heartbeat(ranks.rank)
         self._ranks = ranks
         self._attempt = attempt
@@ -50,7 +53,7 @@ class HeartbeatWriter:
         self._file_every = seconds_between_files(ranks.world_size) if self._cell else _EVERY_SECONDS
         self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
         self._over = threading.Event()
-        self.activity = RankActivity()
+        self.activity = RankActivity(step, batch)
         """What is set there is written within half a second."""
         self._write()
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
