@@ -121,6 +121,8 @@ class HostOutcome(BaseModel, frozen=True):
     """The ranks that were SIGSTOPped when they were last looked at."""
     oom_hosts: tuple[str, ...] = ()
     """The hosts on which the kernel's OOM killer struck in the memory cgroups of their ranks."""
+    torchrun_oom_killed: bool = False
+    """Whether torchrun itself was killed on one of these hosts, and not by its supervisor."""
     lost_nodes: tuple[str, ...] = ()
     """The nodes that left no account: they fell silent, or were started anew while the attempt ran."""
     kept: LastSnapshotResult | None = None
