@@ -29,11 +29,12 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
 from rollback.rundir.failures import NOTICED, PRECEDENCE, FailureRecord, class_of_exception
 from rollback.rundir.heartbeats import LEAVING, Heartbeat
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure, ending
 from rollback.wording import ranks_in_words
 
 _NAMED = 4  # ranks
@@ -236,6 +237,8 @@ def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
         return first.text
     if evidence.left.refusal is not None:
         return f"the ranks refused to go on: {evidence.left.refusal.message}"
+    if ending(evidence) == "left":
+        return SCRIPT_LEFT
     return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
 
 

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord, merely_noticed
@@ -413,7 +414,9 @@ class TestInWords:
 
     def test_what_we_ended_ourselves_is_not_called_a_failure(self) -> None:
         assert self.told(status=-9, told=True) == "ended on request, before the ranks had stopped together"
-        assert self.told(status=0) == "all ranks ended"
+        assert self.told(status=0) == SCRIPT_LEFT
+        done = replace(evidence(status=0), finished=Finished(step=39, batch=39))
+        assert cause(done, first_cause(done, [])) == "all ranks ended"
         behind = replace(evidence(-9, told=True), finished=Finished(step=39, batch=39))
         assert cause(behind, first_cause(behind, [])) == ("ended on request, behind the training, which is complete")
         exiting = replace(evidence(1, told=True), stopped=PREEMPTED)
