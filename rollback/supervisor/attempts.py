@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.errors import ExitCode, JournalDamaged, RollbackError, RunDirectoryError
+from rollback.errors import ExitCode, JournalDamaged, RollbackError, RunDirectoryError, may_pass
 from rollback.facts import training as facts
 from rollback.rundir.journal.journal import read_journal
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
@@ -262,7 +262,7 @@ class Attempts:
                 return read()
             except RunDirectoryError as error:
                 lasts = self._signals.insistent or time.monotonic() > until
-                if lasts or not isinstance(error.__cause__, OSError):
+                if lasts or not may_pass(error):
                     raise
                 if not told:
                     self._say(f"{error.message}; it is tried again for {_DISK_RETURNS:.0f} s")
