@@ -37,7 +37,7 @@ from rollback.facts.training import (
     StuckAtExit,
     Window,
 )
-from rollback.inspect.ring.at_url import readable
+from rollback.inspect.ring.at_url import ReadableRun, readable
 from rollback.inspect.ring.export import export
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
@@ -249,10 +249,10 @@ def test_export_takes_the_final_state_of_a_complete_run(tmp_path: Path) -> None:
         seen[:] = [guard._loop.state.model.state_dict()["0.weight"]]  # the live tensor
 
     train(EPOCHS, run, hook=see)
-    done = export(run, None, tmp_path / "model.safetensors")
+    done = export(ReadableRun.at(run), None, tmp_path / "model.safetensors")
     assert (done.step, done.checkpoint) == (60, facts(run, Finished)[0].checkpoint)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight"], seen[0])
-    assert export(run, "newest-good", tmp_path / "good.safetensors").step < 60
+    assert export(ReadableRun.at(run), "newest-good", tmp_path / "good.safetensors").step < 60
 
 
 # Under a supervisor ----------------------------------------------------------------------------------------------
