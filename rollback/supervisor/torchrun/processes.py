@@ -72,12 +72,13 @@ def living_ranks(beats: Mapping[int, Heartbeat], paths: RunPaths) -> dict[int, p
 
 def ranks_of(torchrun: int) -> list[psutil.Process]:
     """The living ranks of the torchrun with this pid: its children without the fork server."""
-    try:
-        return [
-            child for child in psutil.Process(torchrun).children() if child.name() != FORK_SERVER and _is_alive(child)
-        ]
-    except psutil.NoSuchProcess:
-        return []
+    found: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(torchrun).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile, and the others have not
+                if child.name() != FORK_SERVER and _is_alive(child):
+                    found.append(child)
+    return found
 
 
 def dead_ranks(beats: Mapping[int, Heartbeat]) -> list[int]:

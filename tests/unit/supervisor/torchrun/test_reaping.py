@@ -13,7 +13,7 @@ import pytest
 from rollback.rundir.heartbeats import LEAVING, Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.torchrun.host import Running
-from rollback.supervisor.torchrun.processes import descendants, reap, send
+from rollback.supervisor.torchrun.processes import descendants, ranks_of, reap, send
 
 
 def ended(status: int) -> "subprocess.Popen[bytes]":
@@ -52,6 +52,19 @@ def test_what_a_tracker_starts_later_is_not_of_an_attempt() -> None:
                 process.kill()
         tracker.communicate()
         rank.communicate()
+
+
+def test_a_child_of_torchrun_that_ends_meanwhile_hides_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a script without a guard would be ended at once when it is told to stop: no rank seems to be there."""
+    gone, rank = ended(0), subprocess.Popen(["sleep", "60"])
+    listed = [psutil.Process(gone.pid), psutil.Process(rank.pid)]
+    gone.wait()
+    monkeypatch.setattr(psutil.Process, "children", lambda self: listed)
+    try:
+        assert ranks_of(os.getpid()) == listed[1:]
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def test_a_process_of_another_user_does_not_keep_others_from_being_signalled() -> None:
