@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from rollback.facts import training as facts
 from rollback.facts.ending import SCRIPT_LEFT
-from rollback.facts.history import Case, History, merge_windows
+from rollback.facts.history import Case, History, is_in, merge_windows
 from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
 from rollback.inspect.audit.contents import RunContents
 from rollback.inspect.audit.incidents import put_together
-from rollback.inspect.audit.passings import Passing, counts, is_in, passings
+from rollback.inspect.audit.passings import Passing, counts, passings
 from rollback.inspect.audit.quarantine import sample_entries
 from rollback.inspect.audit.requests import request_entries
 from rollback.inspect.document import Point, fields_of
@@ -138,7 +138,10 @@ def _skipped(
             by_batch[line.batch][rank] = line
     entries = []
     order, owners = sorted(by_batch), defaultdict(list)
-    given = merge_windows(added.window for added in history.added if not added.by_supervisor)
+    given, blamed = (
+        merge_windows(added.window for added in history.added if added.by_supervisor is by_supervisor)
+        for by_supervisor in (False, True)
+    )
     for incident, window in windows:
         for batch in order[bisect_left(order, window.first) : bisect_right(order, window.last)]:
             owners[batch].append(incident)
@@ -149,7 +152,7 @@ def _skipped(
             batch=batch, epoch=any_rank.epoch, offset=any_rank.offset, incidents=owners[batch],
             indices={rank: line.indices for rank, line in sorted(ranks.items())},
             by_user=is_in(given, batch),
-            by_supervisor=any(batch in added.window for added in history.added if added.by_supervisor),
+            by_supervisor=is_in(blamed, batch),
         )  # fmt: skip
         entries.append(entry)
     return entries

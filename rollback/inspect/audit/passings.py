@@ -43,13 +43,6 @@ def passings(records: Sequence[JournalEntry], batches: Sequence[int]) -> dict[in
     return found
 
 
-def is_in(windows: Sequence[Window], batch: int) -> bool:
-    """Whether one of these windows has the batch. windows: in order, none of which overlap (`merge_windows`): each rank
-    of many asks of each of its batches."""
-    place = bisect_right(windows, batch, key=lambda window: window.first)
-    return place > 0 and batch in windows[place - 1]
-
-
 class WindowIndex:
     """Which of many windows have a batch. They may overlap."""
 

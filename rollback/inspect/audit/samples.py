@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollback.facts.fact import by_whom
-from rollback.facts.history import Case, History, fold, merge_windows
+from rollback.facts.history import Case, History, fold, is_in, merge_windows
 from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
 from rollback.inspect.audit.contents import ranks_with_skips
-from rollback.inspect.audit.passings import CONDITIONS, WindowIndex, counts, is_in, passings
+from rollback.inspect.audit.passings import CONDITIONS, WindowIndex, counts, passings
 from rollback.inspect.record.reading import read_records, readable, require_run_directory
 from rollback.rundir.journal.journal import of_kind, of_kinds
 from rollback.rundir.skip_records import SkippedBatch, read_skipped
