@@ -39,7 +39,7 @@ from rollback.instructions import program
 from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor import attempts as attempts_module
+from rollback.supervisor import patient_reading
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import Claim
@@ -166,8 +166,8 @@ def test_a_record_that_cannot_be_read_for_a_moment_when_an_attempt_ends_does_not
     order = launched(paths, LaunchedJob({}, "train.py", []))
     own_journal = SupervisorJournal(paths, print)
     attempts = Attempts(order, said.append, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
-    monkeypatch.setattr(attempts_module, "_POLL", 0.0)
-    monkeypatch.setattr(attempts_module, "_DISK_RETURNS", 60.0 if returns else 0.0)
+    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
+    monkeypatch.setattr(patient_reading, "_DISK_RETURNS", 60.0 if returns else 0.0)
     monkeypatch.setattr(os, "open", refused)
     if not returns:
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.EIO)):
