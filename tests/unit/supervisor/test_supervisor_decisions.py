@@ -447,6 +447,14 @@ class TestBudget:
         assert fail(budget, False)[1] == GiveUp("2 attempts in a row failed at a wrong call, which no restart mends")
         assert isinstance(fail(budget, True)[1], Restart)
 
+    def test_a_mistake_after_which_the_ranks_hung_and_were_killed_is_one_all_the_same(self) -> None:
+        """Else each of ten restarts would wait for the hang's limit."""
+        budget, how = Budget.full(10), {"progressed": False, "attached": True, "killed": True, "mistake": "at a call"}
+        budget, decision = budget.after_failure(**how)  # type: ignore[arg-type]
+        assert isinstance(decision, Restart)
+        _, decision = budget.after_failure(**how)  # type: ignore[arg-type]
+        assert decision == GiveUp("2 attempts in a row failed at a call, which no restart mends")
+
     def test_being_killed_while_starting_is_no_reason_to_give_up_early(self) -> None:
         budget = Budget.full(10)
         for _ in range(10):
