@@ -76,6 +76,11 @@ def reporting(kind: type[RollbackError], doing: str, hint: str | None = None) ->
         raise kind(f"{doing}: {error.strerror or error}", hint=hint) from error
 
 
+def may_pass(error: RollbackError) -> bool:
+    """Whether it is what the system refused, which may not be so at the next try. What is damaged stays so."""
+    return isinstance(error.__cause__, OSError)
+
+
 class UsageError(RollbackError, exit_code=ExitCode.USAGE, refuses="command"):
     """The command or the call is wrong; nothing was started or written."""
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from rollback.errors import ExitCode, NoUsableCheckpoint, RunDirectoryError, UsageError
+from rollback.errors import ExitCode, NoUsableCheckpoint, RunDirectoryError, UsageError, may_pass
 from rollback.facts.training import Answered, RequestKind, Window
 from rollback.inspect.document import Document
 from rollback.inspect.record.reading import require_run_directory
@@ -155,25 +155,34 @@ def stop_request(run: Path, who: str, why: str) -> PreparedRequest:
 
 
 def wait_for_answer(asked: SubmittedRequest, seconds: float) -> Reply:
-    """Wait until the ranks have answered, `seconds` have passed, or nobody is left who could answer."""
+    """Wait until the ranks have answered, `seconds` have passed, or nobody is left who could answer.
+
+    What a disk refuses meanwhile is looked at again. Raises RunDirectoryError where the record is damaged.
+    """
     now, journal = time.monotonic(), asked.paths.train_journal
     until, look_at, size, gone = now + seconds, now + _LOOK_FOR_LIFE, -1, 0
     while True:
-        if (present := files.size_of(journal)) != size:
-            size = present
-            if (answer := _answer(asked)) is not None:
-                _wait_for_end(asked, until)
-                return _reply(asked, "carried_out" if answer.carried_out else "refused", answer.text)
-        if (now := time.monotonic()) >= until:
-            return _reply(asked, "open", f"not carried out within {seconds:g} s; {_still(asked)}")
-        if now >= look_at:
-            look_at = now + _LOOK_FOR_LIFE
-            # Twice in a row: between two attempts there is a moment without ranks.
-            gone = 0 if read_status(asked.paths.root).state in _LIVE else gone + 1
-            if gone == 2 and asked.request.order == "stop":
-                return _reply(asked, "carried_out", "the job has ended, and no rank was there to answer")
-            if gone == 2:
-                return _reply(asked, "open", f"the job is gone; {_later(asked)}")
+        unseen = ""
+        try:
+            if (present := files.size_of(journal)) != size:
+                if (answer := _answer(asked)) is not None:
+                    _wait_for_end(asked, until)
+                    return _reply(asked, "carried_out" if answer.carried_out else "refused", answer.text)
+                size = present
+            if time.monotonic() >= look_at:
+                # Twice in a row: between two attempts there is a moment without ranks.
+                gone = 0 if read_status(asked.paths.root).state in _LIVE else gone + 1
+                look_at = time.monotonic() + _LOOK_FOR_LIFE
+        except RunDirectoryError as error:
+            if not may_pass(error):
+                raise
+            unseen = f"; what has come of it cannot be seen now: {error.message}"
+        if gone == 2 and asked.request.order == "stop":
+            return _reply(asked, "carried_out", "the job has ended, and no rank was there to answer")
+        if gone == 2:
+            return _reply(asked, "open", f"the job is gone; {_later(asked)}")
+        if time.monotonic() >= until:
+            return _reply(asked, "open", f"not carried out within {seconds:g} s{unseen}; {_still(asked)}")
         time.sleep(_POLL)
 
 

@@ -74,6 +74,14 @@ class FinalStateLost(Fact):
     """Updates after that checkpoint, which no checkpoint has."""
     reason: str
 
+    @property
+    def account(self) -> str:
+        return f"the training loop ended, but its last {self.steps} updates are in no checkpoint"
+
+
+SCRIPT_LEFT = "the script left its loop over the guard before that had ended"
+"""The supervisor's cause of such an attempt's end, too, where no rank came to write `script_left`."""
+
 
 class ScriptLeft(Fact):
     """The script ended without an exception before its loop over the guard ended."""
@@ -85,6 +93,10 @@ class ScriptLeft(Fact):
     """Updates without a verdict."""
     checkpoint: str | None
     """The newest checkpoint; null: there is none."""
+
+    @property
+    def account(self) -> str:
+        return SCRIPT_LEFT
 
 
 EndedTogether = Finished | FinalStateLost | ScriptLeft | Stopped

@@ -4,7 +4,8 @@ Pure: journal entries in, a `History` out. Ranks fold the train journal to find 
 journals.
 """
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, cast, get_args
@@ -373,6 +374,12 @@ def merge_windows(windows: Iterable[Window]) -> list[Window]:
         else:
             merged.append(window)
     return merged
+
+
+def is_in(windows: Sequence[Window], batch: int) -> bool:
+    """Whether one of these windows has the batch. windows: as `merge_windows` gives them. Many batches are asked of."""
+    place = bisect_right(windows, batch, key=lambda window: window.first)
+    return place > 0 and batch in windows[place - 1]
 
 
 def passed_over_by(history: History, passed: Iterable[Window]) -> list[Window]:

@@ -13,12 +13,13 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.errors import CheckpointDamaged, CheckpointLeft, RingUnavailable
+from rollback.errors import CheckpointDamaged, CheckpointLeft, CheckpointUnreadable, RingUnavailable, RollbackError
 from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, Transport
 from rollback.rundir.paths import RunPaths, has_packs
 
@@ -39,6 +40,18 @@ class CopyRequest(BaseModel, frozen=True):
     beat: int = 0
 
 
+CopyFault = Literal["unavailable", "unreadable", "left", "damaged"]
+"""`unavailable`: the target, or this host's memory, cannot be used now. `left`: the host has given its part up for a
+newer checkpoint."""
+ERRORS: dict[CopyFault, type[RollbackError]] = {
+    "unavailable": RingUnavailable,
+    "unreadable": CheckpointUnreadable,
+    "left": CheckpointLeft,
+    "damaged": CheckpointDamaged,
+}
+"""What each of them is to who fills the ring."""
+
+
 class CopyReport(BaseModel, frozen=True):
     """nodes/part-NAME.json."""
 
@@ -48,10 +61,9 @@ class CopyReport(BaseModel, frozen=True):
     done: tuple[int, ...] = ()
     """The shards that this host has copied."""
     fault: str | None = None
-    final: bool = False
-    """Another try is of no use."""
-    left: bool = False
-    """It has given its part up for a newer checkpoint."""
+    """Why it cannot copy its part."""
+    kind: CopyFault = "unavailable"
+    """Of the fault."""
     beat: int = 0
 
 
@@ -152,9 +164,7 @@ class CopyingHosts:
             done |= {number for part in parts for number in part.done}
             shares |= {part.shards for part in parts if part.shards}
             if failed := next((part for part in parts if part.fault is not None), None):
-                final = CheckpointLeft if failed.left else CheckpointDamaged
-                error = final if failed.final else RingUnavailable
-                raise error(f"another host cannot copy its part of {name}: {failed.fault}")
+                raise ERRORS[failed.kind](f"another host cannot copy its part of {name}: {failed.fault}")
             missing = unclaimed(wanted, done, parts)
             if not missing and not under_way(parts):
                 return frozenset(shares)

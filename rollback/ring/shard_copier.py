@@ -10,7 +10,7 @@ from rollback.checkpoints.format.manifest import CheckpointFile, Manifest
 from rollback.errors import (
     CheckpointDamaged,
     CheckpointLeft,
-    CheckpointUnusable,
+    CheckpointUnreadable,
     RingUnavailable,
     RollbackError,
     RunDirectoryError,
@@ -19,7 +19,7 @@ from rollback.errors import (
 from rollback.facts import training as facts
 from rollback.facts.ending import EndedTogether
 from rollback.facts.history import in_durable_ring
-from rollback.ring.copy_requests import CopyReport, CopyRequest, tidy
+from rollback.ring.copy_requests import ERRORS, CopyFault, CopyReport, CopyRequest, tidy
 from rollback.ring.in_run import copy_shard
 from rollback.ring.url.ring import own_files, put_checkpoint_file
 from rollback.ring.url.store import Store
@@ -126,7 +126,7 @@ class ShardCopier:
                 name = self._paths.part(self._host).name
                 self._publisher = RecordPublisher(self._transport, name, CopyReport(order=wanted.order), self._say)
             self._served = wanted.order
-            self._publisher.show(order=wanted.order, shards=(), done=(), fault=None, final=False, left=False)
+            self._publisher.show(order=wanted.order, shards=(), done=(), fault=None)
             self._serve(wanted, self._publisher)
 
     def _serve(self, wanted: CopyRequest, publisher: RecordPublisher[CopyReport]) -> None:
@@ -134,10 +134,14 @@ class ShardCopier:
         try:
             if tiers.fast_tier_of(self._paths) is None:
                 raise RingUnavailable(f"there is no fast tier on {self._host}")  # its ranks may be about to make it
-            here = [place for place in tiers.in_slots(self._paths) if place.name == wanted.name]
+            look = tiers.look_into_slots(self._paths)
+            here = [place for place in look.usable if place.name == wanted.name]
             place = next((place for place in here if place.manifest.content == wanted.content), None)
             if place is None and here:
                 raise CheckpointDamaged(f"{wanted.name} has another manifest in the slots of {self._host}")
+            if place is None and look.unused:  # it may be what cannot be read there now
+                why = next(iter(look.unused.values()))
+                raise CheckpointUnreadable(f"{wanted.name} is in no slot that can be used: {why}")
             if place is None:
                 raise CheckpointLeft(f"{wanted.name} is not, or no longer, in the slots of {self._host}")
             with tiers.hold_slot(place) as let_go:
@@ -150,10 +154,13 @@ class ShardCopier:
                     self._copy(wanted, file, place, let_go)
                     publisher.show(done=(*publisher.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
-            final, left = isinstance(error, CheckpointUnusable | IndexError), isinstance(error, CheckpointLeft)
-            if final and place is not None:  # what was read of it may have been another one's by then
-                left = left or tiers.has_left(place)
-            publisher.show(fault=f"{self._host}: {message_of(error)}", final=final, left=left)
+            kind: CopyFault = next((kind for kind, its in ERRORS.items() if isinstance(error, its)), "unavailable")
+            if isinstance(error, IndexError):
+                kind = "damaged"
+            # What was read of it may have been another one's by then.
+            if kind != "unavailable" and place is not None and tiers.has_left(place):
+                kind = "left"
+            publisher.show(fault=f"{self._host}: {message_of(error)}", kind=kind)
 
     @staticmethod
     def _files(wanted: CopyRequest, manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:

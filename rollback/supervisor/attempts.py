@@ -30,6 +30,7 @@ from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import last_snapshot_on_host, note_last_snapshot
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
+from rollback.supervisor.patient_reading import read_patiently
 from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.host import Host, Running
@@ -37,7 +38,6 @@ from rollback.supervisor.torchrun.redaction import new_salt, redacted
 from rollback.supervisor.torchrun.start_conditions import differences, job_digest
 
 _POLL = 0.1
-_DISK_RETURNS = 10.0  # seconds in which a disk that refuses the record at an attempt's end may be there again
 _T = TypeVar("_T")
 
 
@@ -83,7 +83,7 @@ class Attempts:
             if not self._gather(attempt):
                 return self._end(ExitCode.RESUMABLE, "told to stop while nodes were waited for")
             if attempt == earlier + 1:
-                self._tell_what_was_kept(earlier, past)
+                self._patiently(partial(self._tell_what_was_kept, earlier, past))
             evidence, first = self._attempt(attempt)
             end, output = ending(evidence), self._host.output
             if end != "failed" or first is None or first.is_account_of(output.held_of):
@@ -255,19 +255,8 @@ class Attempts:
         return attached
 
     def _patiently(self, read: Callable[[], _T]) -> _T:
-        """What the record says where no rank runs any more. What a disk refuses for a moment ends no run."""
-        until, told = time.monotonic() + _DISK_RETURNS, False
-        while True:
-            try:
-                return read()
-            except RunDirectoryError as error:
-                lasts = self._signals.insistent or time.monotonic() > until
-                if lasts or not isinstance(error.__cause__, OSError):
-                    raise
-                if not told:
-                    self._say(f"{error.message}; it is tried again for {_DISK_RETURNS:.0f} s")
-            told = True
-            time.sleep(_POLL)
+        """What the record says where no rank runs any more."""
+        return read_patiently(read, self._say, lambda: self._signals.insistent)
 
     def _hear_signals(self) -> list[str]:
         """The names of the stop signals since the last call, from here and from other nodes."""

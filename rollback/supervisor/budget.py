@@ -51,12 +51,13 @@ class Budget:
 
         The first restart after progress comes at once. The second one waits, and from there the delay doubles. A job
         that fails twice in a row before its ranks have attached gets no third attempt: a delay does not cure a syntax
-        error, nor another mistake. An attempt that somebody killed does not count for this.
+        error, nor another mistake. An attempt that somebody killed does not count for this, unless a mistake was its
+        first cause: the supervisor itself kills ranks that have raised and hang as they leave.
         """
         budget = replace(
             self,
             left=self.limit if progressed else self.left,
-            unattached=0 if progressed or (attached and not mistake) or killed else self.unattached + 1,
+            unattached=0 if progressed or ((attached or killed) and not mistake) else self.unattached + 1,
         )
         if budget.unattached >= STARTS_WITHOUT_ATTACHING:
             where = f"{mistake}, which no restart mends" if mistake else "before training began"

@@ -17,6 +17,7 @@ from warm_server import run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Committed, Drained
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
@@ -67,11 +68,11 @@ def test_a_clock_that_jumps_by_years_changes_nothing(tmp_path: Path) -> None:
     times = [record.at[:4] for record in read_journal(RunPaths(run).train_journal).records]
     assert times != sorted(times), "the lines' times do jump"
     assert facts(run, Drained)
-    assert verify(run).exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(run)).exit_code == ExitCode.DONE
     elsewhere = RunPaths(tmp_path / "elsewhere")
     elsewhere.root.mkdir()
     fetch(Store(f"file://{tmp_path}/ring"), elsewhere, print)
-    assert verify(elsewhere.root).exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(elsewhere.root)).exit_code == ExitCode.DONE
 
 
 def in_its_own_proc(stat: Path, command: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord, read_manifest
 from rollback.config import Settings
-from rollback.errors import CheckpointDamaged, CheckpointLeft, CheckpointUnusable, RingUnavailable
+from rollback.errors import CheckpointDamaged, CheckpointLeft, CheckpointUnreadable, CheckpointUnusable, RingUnavailable
 from rollback.facts.training import Drained, Fact
 from rollback.ring import copy_requests, shard_copier
 from rollback.ring.copy_requests import CopyingHosts, CopyReport, CopyRequest, unclaimed, under_way
@@ -385,6 +385,32 @@ def test_a_part_that_leaves_its_slot_while_it_is_copied_is_not_taken_for_damaged
     monkeypatch.setattr(shard_copier, "copy_shard", copied_too_late)
     with run.helped(), pytest.raises(CheckpointLeft, match="the hash is another one"):
         run.put(run.ring_in_run(), name)
+
+
+@pytest.mark.parametrize("what", ["shard", "manifest"])
+def test_a_part_that_cannot_be_read_for_a_moment_is_tried_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def refused(source: Path, target: Path, shard: ShardRecord) -> None:
+        raise CheckpointUnreadable("too many open files")
+
+    name = run.into_slots(1, 10)
+    manifest = run.slot_of(1, name) / MANIFEST
+    with run.helped():
+        at_run = run.ring_in_run()
+        with pytest.MonkeyPatch.context() as for_a_moment:
+            if what == "shard":
+                for_a_moment.setattr(shard_copier, "copy_shard", refused)
+            else:
+                content = manifest.read_bytes()
+                manifest.write_bytes(b"")
+            with pytest.raises(CheckpointUnreadable, match="another host cannot copy its part"):
+                run.put(at_run, name)
+        if what == "manifest":
+            manifest.write_bytes(content)
+        run.put(at_run, name)
+        at_run.close()
+    assert whole(run.paths, name)
 
 
 def test_a_record_that_cannot_be_read_keeps_no_rank_from_ending(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from toy import Toy, facts, require_same, train
 from rollback.checkpoints.format.hashing import hash_of
 from rollback.errors import ExitCode, RingUnavailable, UsageError
 from rollback.facts.training import Attached, Committed, DrainFailed, Fetched, Restored
-from rollback.inspect.ring.at_url import readable
+from rollback.inspect.ring.at_url import ReadableRun, readable
 from rollback.inspect.ring.verify import verify
 from rollback.ring.url import store as storing
 from rollback.ring.url.store import Source, Store
@@ -54,7 +54,7 @@ def test_a_run_goes_on_from_s3_alone_through_503s_and_a_lost_object(
     require_same(portrait, undisturbed, "the run that went on from S3")
     assert s3.refused > 5
     assert facts(tmp_path / "fresh", Attached)[-1].step < last.step, "the newest one had lost a shard"
-    assert verify(tmp_path / "fresh").exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(tmp_path / "fresh")).exit_code == ExitCode.DONE
 
 
 @pytest.mark.soak

@@ -15,6 +15,7 @@ from counted import Tell
 from rollback.checkpoints import ring
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.paths import RunPaths
 
@@ -133,7 +134,7 @@ class Job:
         statuses, _ = self.traced(run, rank, place)
         assert statuses[rank] == -signal.SIGKILL, (place, statuses)
         if ring.names(RunPaths(run)):  # else all is in memory
-            assert verify(run).exit_code == ExitCode.DONE, verify(run)
+            assert verify(ReadableRun.at(run)).exit_code == ExitCode.DONE, verify(ReadableRun.at(run))
         assert self.attempt(run) == [0, 0], Path(f"{run}.txt").read_text()
         for other in range(2):
             told = f"rank {rank} killed at {place[0]} {place[1]}, portrait of rank {other}"

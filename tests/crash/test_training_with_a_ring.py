@@ -11,6 +11,7 @@ from counted import Tell
 from rollback.checkpoints import tiers
 from rollback.errors import ExitCode, RingUnavailable
 from rollback.facts.training import Attached, Committed, Drained, DrainFailed, Finished
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.ring import drainer
 from rollback.ring.url import store as storing
@@ -46,7 +47,7 @@ def test_a_run_goes_on_from_the_url_alone_bit_for_bit(
     (attached,) = facts(tmp_path / "fresh", Attached)[1:]
     newest = facts(tmp_path / "lost", Committed)[-1].checkpoint
     assert attached.checkpoint == newest, "the newest of all, which the end of the run had brought there"
-    assert verify(tmp_path / "fresh").exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(tmp_path / "fresh")).exit_code == ExitCode.DONE
 
 
 @pytest.mark.parametrize("at_url", [False, True], ids=["in the run directory", "at a URL"])
@@ -112,7 +113,7 @@ def heal_and_fetch(root: Path) -> None:
     root.mkdir()
     fetch(Store(URL), paths, lambda text: None)
     if [key for key in bucket.objects if key.endswith("manifest.json")]:
-        assert verify(root).exit_code == ExitCode.DONE
+        assert verify(ReadableRun.at(root)).exit_code == ExitCode.DONE
 
 
 def test_a_bucket_that_goes_away_is_said_once_and_used_again_when_it_is_back(

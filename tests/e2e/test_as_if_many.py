@@ -9,6 +9,7 @@ from toy import Toy, facts, require_same
 from rollback.checkpoints import ring
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Incident, Restored
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import FORMAT_OF_PACKS, RunPaths
@@ -40,7 +41,7 @@ def test_ranks_that_share_files_go_back_and_are_started_again_from_them_exactly(
     assert identity.format == FORMAT_OF_PACKS
     told = {path.stem for path in run.incident(incident.incident).glob("rank-*.json")}
     assert (incident.ranks, told) == ((ILL,), {"rank-00000", f"rank-{ILL:05d}"}), "who saw it, and one to compare with"
-    assert verify(run.root).exit_code is ExitCode.DONE
+    assert verify(ReadableRun.at(run.root)).exit_code is ExitCode.DONE
     undisturbed = Scenarios(tmp_path / "undisturbed")
     undisturbed.folder.mkdir()
     undisturbed.add("job", TOY, skips_of=str(run.root))

@@ -21,6 +21,7 @@ from rollback.checkpoints.format import manifest as manifests
 from rollback.cli import app
 from rollback.errors import ExitCode, NoUsableCheckpoint
 from rollback.facts.training import Attached, Committed, Drifted, Dropped, Finished, Restored
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.rundir import identity, paths
 from rollback.rundir.paths import RunPaths
@@ -137,7 +138,7 @@ def test_without_the_file_a_script_that_makes_the_same_weights_goes_on_and_it_is
     ended = train(job, run.root, log=tmp_path / "log")
     require_same(ended, train(job, log=tmp_path / "undisturbed"), "the script made the same")
     assert list(run.frozen.iterdir()) == [file]
-    assert verify(run.root).exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(run.root)).exit_code == ExitCode.DONE
 
 
 KILLED = """

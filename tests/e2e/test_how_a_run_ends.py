@@ -37,7 +37,7 @@ from rollback.facts.training import (
     StuckAtExit,
     Window,
 )
-from rollback.inspect.ring.at_url import readable
+from rollback.inspect.ring.at_url import ReadableRun, readable
 from rollback.inspect.ring.export import export
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
@@ -249,10 +249,10 @@ def test_export_takes_the_final_state_of_a_complete_run(tmp_path: Path) -> None:
         seen[:] = [guard._loop.state.model.state_dict()["0.weight"]]  # the live tensor
 
     train(EPOCHS, run, hook=see)
-    done = export(run, None, tmp_path / "model.safetensors")
+    done = export(ReadableRun.at(run), None, tmp_path / "model.safetensors")
     assert (done.step, done.checkpoint) == (60, facts(run, Finished)[0].checkpoint)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight"], seen[0])
-    assert export(run, "newest-good", tmp_path / "good.safetensors").step < 60
+    assert export(ReadableRun.at(run), "newest-good", tmp_path / "good.safetensors").step < 60
 
 
 # Under a supervisor ----------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_a_module_whose_file_asks_for_more_since_then_goes_on(tmp_path: Path) ->
 def test_a_script_that_leaves_in_mid_run_as_if_all_were_well_is_not_done(rank: Launch) -> None:
     code, output = rank.finish("leave")
     assert code == ExitCode.FAILED, output
-    assert "the script ended at step 4 as if all were done, but its loop over the guard was not over" in output
+    assert "the script left its loop over the guard before that had ended, at step 4" in output
     assert len(rank.facts(AttemptStarted)) == 1, "it would do so again"
 
 
@@ -318,7 +318,7 @@ def test_no_way_to_leave_in_mid_run_is_told_as_finished(tmp_path: Path, how: str
     with launching(tmp_path, with_torchrun=False, script=script) as job:
         code, output = job.finish("", "--restart-budget", "0")
         assert code == ExitCode.FAILED, output
-        assert ("as if all were done" in output) == how.endswith("exit(0)")
+        assert ("left its loop over the guard before" in output) == how.endswith("exit(0)")
         assert not facts(job.run, Finished)
 
 

@@ -27,8 +27,8 @@ def begun(tmp_path: Path, ranks: int, sharding: tuple[str | None, ...], later: i
     first = Scenarios(tmp_path)
     first.add("first", SHARDED.but(max_steps=12))
     first.torchrun(ranks)
-    export_dcp(ReadableRun(first.run("first"), "first"), "final", tmp_path / "dcp")
-    export(first.run("first"), "final", tmp_path / "model.safetensors", max_shard_size=300)
+    export_dcp(ReadableRun.at(first.run("first")), "final", tmp_path / "dcp")
+    export(ReadableRun.at(first.run("first")), "final", tmp_path / "model.safetensors", max_shard_size=300)
     second = Scenarios(tmp_path)
     second.path = tmp_path / "second.json"
     for kind in sharding:

@@ -16,6 +16,7 @@ from waiting import wait_for
 from rollback.cli import app
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Drained, Finished, Stopped
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.paths import RunPaths
 
@@ -47,7 +48,7 @@ def test_a_preempted_run_goes_on_from_the_url_alone(tmp_path: Path) -> None:
         assert status == ExitCode.DONE, output
         assert "fetching the record of run" in output
         assert facts(other.run, Attached)[-1].step == stopped.step
-        assert verify(other.run).exit_code == ExitCode.DONE
+        assert verify(ReadableRun.at(other.run)).exit_code == ExitCode.DONE
 
         runner = CliRunner()
         listed = json.loads(runner.invoke(app, ["ring", "list", url, "--json"]).stdout)

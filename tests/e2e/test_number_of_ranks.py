@@ -13,6 +13,7 @@ from rollback.errors import ExitCode
 from rollback.facts.training import Accepted, Attached, Finished, Restored
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
@@ -97,5 +98,5 @@ def test_a_rollback_crosses_a_change_of_ranks(folder: Path) -> None:
 
 
 def test_readers_understand_a_ring_of_several_numbers_of_ranks(folder: Path) -> None:
-    assert verify(folder / "run").exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(folder / "run")).exit_code == ExitCode.DONE
     assert compile_audit(read_run_contents(folder / "run")).notices == []

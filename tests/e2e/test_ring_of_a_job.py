@@ -20,6 +20,7 @@ from rollback.checkpoints.format.shard import write_shard
 from rollback.cli import app
 from rollback.errors import ExitCode, RunDoesNotFit
 from rollback.facts.training import Attached
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.paths import RunPaths
 
@@ -47,7 +48,7 @@ def test_everything_that_a_run_commits_is_proved_intact(tmp_path: Path) -> None:
     for job in (Toy(samples=200, scaler=True, overflow=(20,)), Toy(samples=200, loader="stateful")):
         path = run / job.loader
         train(job, path)
-        found = verify(path)
+        found = verify(ReadableRun.at(path))
         assert found.exit_code == ExitCode.DONE, found
         assert found.intact == len(ring.names(RunPaths(path))) > 2
 
@@ -76,7 +77,7 @@ def test_damage_that_verify_names_is_what_the_next_start_passes_over(tmp_path: P
         assert [line for line in said.stdout.splitlines() if checkpoint.name in line and words in line]
     train(toy, run)
     assert facts(run, Attached)[-1].checkpoint == intact.name
-    assert verify(run).exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(run)).exit_code == ExitCode.DONE
 
 
 def test_what_a_crash_leaves_in_memory_alone_is_proved_and_the_next_start_goes_on_from_it(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_what_a_crash_leaves_in_memory_alone_is_proved_and_the_next_start_goes_o
     with Forker() as forker:
         assert forker.status(toy, run, log=str(tmp_path / "log"), signal=[47, signal.SIGKILL]) == -signal.SIGKILL
     shutil.rmtree(run / "ring")
-    assert verify(run).exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(run)).exit_code == ExitCode.DONE
     *_, intact, flipped, missing, truncated = tiers.locate(RunPaths(run))
     damage(flipped.directory / "rank-00000.safetensors")
     (missing.directory / "rank-00000.safetensors").unlink()
@@ -120,7 +121,7 @@ def test_a_tree_that_is_none_of_ours_is_passed_over_at_the_next_start(
     written = write_shard(directory / "rank-00000.safetensors", [], {"shared": tree, "local": "{}"})
     record = ShardRecord(file="rank-00000.safetensors", size=written.size, hash=written.digest)
     (directory / "manifest.json").write_bytes(hostile.model_copy(update={"shards": (record,)}).to_json())
-    assert verify(run).exit_code == ExitCode.FAILED
+    assert verify(ReadableRun.at(run)).exit_code == ExitCode.FAILED
     train(toy, run)
     assert facts(run, Attached)[-1].checkpoint == sound.name
 

@@ -17,6 +17,7 @@ from rollback.checkpoints.format.manifest import read_manifest
 from rollback.checkpoints.format.parts import read_parts
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Committed, Drifted, Incident, Quarantined, Restored
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.export import export
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.metrics.metric_columns import joined, metric_pieces
@@ -166,8 +167,8 @@ def command_output(*arguments: str) -> str:
 def test_an_export_has_the_whole_tensors(jobs: dict[int, Scenarios], tmp_path: Path) -> None:
     for ranks in (2, 4):
         run = jobs[ranks].run("guarded")
-        assert verify(run).exit_code == 0
-        export(run, "final", tmp_path / f"{ranks}.safetensors")
+        assert verify(ReadableRun.at(run)).exit_code == 0
+        export(ReadableRun.at(run), "final", tmp_path / f"{ranks}.safetensors")
         found = flat({"model": load_file(tmp_path / f"{ranks}.safetensors")})
         ended = jobs[ranks].portrait("guarded", 0)
         assert found == {key: text for key, text in ended.items() if key in found}

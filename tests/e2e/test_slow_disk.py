@@ -17,6 +17,7 @@ from toy import Toy, facts, require_same, train
 from rollback.checkpoints import ring
 from rollback.errors import ExitCode
 from rollback.facts.training import Committed, Drained, DrainFailed, Dropped
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.ring import in_run
 from rollback.rundir.paths import RunPaths
@@ -79,7 +80,7 @@ def test_training_goes_on_while_the_disk_holds_a_save_up(
     assert committed[len(before)].step <= steps[0], "what was held up has landed"
     assert all(fact.step >= steps[-1] for fact in committed[len(before) + 1 :]), "those in between were postponed"
     assert not facts(run, Dropped)
-    assert verify(run).exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(run)).exit_code == ExitCode.DONE
     require_same(ended, train(TOY), operation)
 
 
@@ -100,7 +101,7 @@ def test_training_and_its_snapshots_go_on_while_the_disk_holds_up_the_copy_from_
     )
     assert facts(run, Committed)[-1].checkpoint in [fact.checkpoint for fact in facts(run, Drained)]
     assert not facts(run, DrainFailed)
-    assert verify(run).exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(run)).exit_code == ExitCode.DONE
     require_same(ended, train(TOY), "the copy was held up")
 
 
@@ -124,5 +125,5 @@ def test_training_goes_on_while_the_bucket_holds_an_upload_up(
     assert seen == set(), "at a URL a checkpoint exists when its manifest does"
     assert facts(run, Committed)[-1].checkpoint in [fact.checkpoint for fact in facts(run, Drained)]
     assert not facts(run, DrainFailed)
-    assert verify(run).exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(run)).exit_code == ExitCode.DONE
     require_same(ended, train(TOY), kind)

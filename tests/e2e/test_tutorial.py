@@ -9,6 +9,7 @@ from pathlib import Path
 from job_results import LAUNCH
 from warm_server import run_warm
 
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.export import export
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -69,7 +70,9 @@ def test_the_page_of_sharded_models_has_its_script_and_it_runs(tmp_path: Path) -
     done = run_warm(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert "step 0: loss " in done.stdout
-    exported = export(tmp_path / "runs" / "fsdp_lm", "final", tmp_path / "model.safetensors", max_shard_size=10**6)
+    exported = export(
+        ReadableRun.at(tmp_path / "runs" / "fsdp_lm"), "final", tmp_path / "model.safetensors", max_shard_size=10**6
+    )
     assert (exported.step, exported.files) == (4, 2)
 
 

@@ -3,10 +3,10 @@
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from rollback.facts import training as facts
-from rollback.facts.history import Case, History, merge_windows
+from rollback.facts.ending import SCRIPT_LEFT
+from rollback.facts.history import Case, History, is_in, merge_windows
 from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
 from rollback.inspect.audit.contents import RunContents
@@ -16,7 +16,7 @@ from rollback.inspect.audit.quarantine import sample_entries
 from rollback.inspect.audit.requests import request_entries
 from rollback.inspect.document import Point, fields_of
 from rollback.inspect.record.cost import Costs, is_reach_known, reckon, rounded
-from rollback.inspect.record.ending import NO_END, confirmed, ending_of, lacks_its_end
+from rollback.inspect.record.ending import NO_END, confirmed, ending_of, lacks_its_end, script_left
 from rollback.inspect.record.last_judged import last_judged
 from rollback.inspect.record.reading import REMARKS, by_attempt
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
@@ -138,6 +138,10 @@ def _skipped(
             by_batch[line.batch][rank] = line
     entries = []
     order, owners = sorted(by_batch), defaultdict(list)
+    given, blamed = (
+        merge_windows(added.window for added in history.added if added.by_supervisor is by_supervisor)
+        for by_supervisor in (False, True)
+    )
     for incident, window in windows:
         for batch in order[bisect_left(order, window.first) : bisect_right(order, window.last)]:
             owners[batch].append(incident)
@@ -147,8 +151,8 @@ def _skipped(
         entry = report.SkippedBatchEntry(
             batch=batch, epoch=any_rank.epoch, offset=any_rank.offset, incidents=owners[batch],
             indices={rank: line.indices for rank, line in sorted(ranks.items())},
-            by_user=any(batch in added.window for added in history.added if not added.by_supervisor),
-            by_supervisor=any(batch in added.window for added in history.added if added.by_supervisor),
+            by_user=is_in(given, batch),
+            by_supervisor=is_in(blamed, batch),
         )  # fmt: skip
         entries.append(entry)
     return entries
@@ -242,8 +246,9 @@ def _attempts(
 
 
 _OF_ATTEMPTS = frozenset({
-    facts.AttemptStarted, facts.Attached, facts.AttemptEnded, facts.RestartScheduled, facts.Finished, facts.Stopped,
-    facts.LastSnapshotMade, facts.RunEnded, facts.Signalled, *ABOUT_NODES, *REMARKS,
+    facts.AttemptStarted, facts.Attached, facts.AttemptEnded, facts.RestartScheduled, facts.Finished,
+    facts.FinalStateLost, facts.ScriptLeft, facts.Stopped, facts.LastSnapshotMade, facts.RunEnded, facts.Signalled,
+    *ABOUT_NODES, *REMARKS,
 })  # fmt: skip
 
 
@@ -253,21 +258,29 @@ def _attempt(
     is_last = number == last
     started, attached = last_fact(records, facts.AttemptStarted), last_fact(records, facts.Attached)
     ended, restart = last_fact(records, facts.AttemptEnded), last_fact(records, facts.RestartScheduled)
-    finished, stopped = last_fact(records, facts.Finished), last_fact(records, facts.Stopped)
+    lost, left = last_fact(records, facts.FinalStateLost), script_left(records)
+    finished, stopped = last_fact(records, facts.Finished) or lost, last_fact(records, facts.Stopped)
     kept = last_fact(records, facts.LastSnapshotMade)
-    how: Literal["finished", "stopped", "died", "running_or_unknown"] = "died"
+    how: report.AttemptEnd = "died"
     run_ended = last_fact(records, facts.RunEnded)
     refused = ended is not None and ended.status == 0 and not attached and run_ended is not None and run_ended.exit_code
     if stopped or refused or (ended and ended.why == "told_to_stop"):
         how = "stopped"
+    elif left:
+        how = "left"
     elif (ended and ended.status == 0 and (finished or not attached)) or (
         finished and not ended and not (locked and is_last) and costs.reached.get(number, 0) <= finished.step
     ):
         how = "finished"
     elif is_last and not ended:
         how = "running_or_unknown"
-    end = ended or finished or stopped
-    lost = started and not ended and (orphaned or not is_last) and stopped and stopped.reason == "preempted"
+    end = ended or finished or stopped or last_fact(records, facts.ScriptLeft)
+    unknown = started and not ended and (orphaned or not is_last) and stopped and stopped.reason == "preempted"
+    cause = ended.cause if ended else NO_END if unknown else None
+    if how == "left":
+        cause = SCRIPT_LEFT
+    elif how == "finished" and lost and finished is lost:
+        cause = lost.account
     price = costs.deaths.get(number)
     return report.AttemptEntry(
         attempt=number,
@@ -278,11 +291,11 @@ def _attempt(
         **fields_of(attached, "checkpoint", "init", "sharding"),
         begins=Point.of(attached) if attached else None,
         reached=costs.reached.get(number),
-        at_least=not (how == "finished" or is_reach_known(records)),
+        at_least=not (how in ("finished", "left") or is_reach_known(records)),
         ended=how,
         ended_at=next((record.at for record in records if record.fact is end), None),
         status=ended.status if ended else None,
-        cause=ended.cause if ended else NO_END if lost else None,
+        cause=cause,
         last_snapshot=kept.in_words() if kept else None,
         nodes=[r.fact.in_words() for r in records if isinstance(r.fact, ABOUT_NODES)],
         remarks=[r.fact.in_words() for r in records if isinstance(r.fact, REMARKS)],

@@ -6,7 +6,8 @@ are of the time before.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from rollback.facts.training import Accepted, Attached, JournalEntry, PassedOver, SampleQuarantine, Window
@@ -42,11 +43,24 @@ def passings(records: Sequence[JournalEntry], batches: Sequence[int]) -> dict[in
     return found
 
 
-def is_in(windows: Sequence[Window], batch: int) -> bool:
-    """Whether one of these windows has the batch. windows: in order, none of which overlap (`merge_windows`): each rank
-    of many asks of each of its batches."""
-    place = bisect_right(windows, batch, key=lambda window: window.first)
-    return place > 0 and batch in windows[place - 1]
+class WindowIndex:
+    """Which of many windows have a batch. They may overlap."""
+
+    def __init__(self, windows: Iterable[Window]) -> None:
+        self._windows = sorted(enumerate(windows), key=lambda item: item[1].first)
+        self._firsts = [window.first for _, window in self._windows]
+        self._reached = list(accumulate((window.last for _, window in self._windows), max))
+        """By each window and those before it."""
+
+    def holding(self, batch: int) -> list[int]:
+        """The places of the windows that have it, in the order in which they were given."""
+        place, found = bisect_right(self._firsts, batch), []
+        while place and self._reached[place - 1] >= batch:
+            place -= 1
+            given, window = self._windows[place]
+            if window.last >= batch:
+                found.append(given)
+        return sorted(found)
 
 
 def counts(passed: Mapping[int, Passing], batch: int, rank: int) -> bool:

@@ -232,6 +232,10 @@ class Message(ReportItem):
     text: str
 
 
+AttemptEnd = Literal["finished", "stopped", "left", "died", "running_or_unknown"]
+"""`finished`: trained to the end. `left`: the script left its loop over the guard before that."""
+
+
 class AttemptEntry(ReportItem):
     """One torchrun spawn, or one run of the script without a supervisor."""
 
@@ -250,7 +254,7 @@ class AttemptEntry(ReportItem):
         description="whether `reached` and `steps_lost` are the least that can have been: what ranks that were killed "
         "did after their last word is not on record"
     )
-    ended: Literal["finished", "stopped", "died", "running_or_unknown"]
+    ended: AttemptEnd
     ended_at: str | None
     status: int | None = Field(description="exit status of torchrun")
     cause: str | None = Field(description="how it ended, in words")

@@ -5,16 +5,17 @@ the ranks, so memory does not grow with the number of samples. Only batch number
 about the same batch counts.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollback.facts.fact import by_whom
-from rollback.facts.history import Case, History, fold, merge_windows
+from rollback.facts.history import Case, History, fold, is_in, merge_windows
 from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
 from rollback.inspect.audit.contents import ranks_with_skips
-from rollback.inspect.audit.passings import CONDITIONS, counts, is_in, passings
+from rollback.inspect.audit.passings import CONDITIONS, WindowIndex, counts, passings
 from rollback.inspect.record.reading import read_records, readable, require_run_directory
 from rollback.rundir.journal.journal import of_kind, of_kinds
 from rollback.rundir.skip_records import SkippedBatch, read_skipped
@@ -121,32 +122,33 @@ class _Times:
     """When batches were skipped, by the journal: the columns `attempt`, `step` and `at`."""
 
     def __init__(self, records: Iterable[JournalEntry]) -> None:
-        self._by_timeline: dict[int, list[tuple[Window, Row]]] = {}
+        windows: dict[int, list[Window]] = defaultdict(list)
+        self._told: dict[int, list[Row]] = defaultdict(list)
         for record, fact in of_kind(records, PassedOver):
-            told = (fact.window, (record.attempt, fact.step, record.at))
-            self._by_timeline.setdefault(fact.timeline, []).append(told)
-        self.windows = merge_windows(window for told in self._by_timeline.values() for window, _ in told)
+            windows[fact.timeline].append(fact.window)
+            self._told[fact.timeline].append((record.attempt, fact.step, record.at))
+        self._indexes = {timeline: WindowIndex(own) for timeline, own in windows.items()}
+        self.windows = merge_windows(window for own in windows.values() for window in own)
 
     def of(self, line: SkippedBatch) -> Row:
-        told = reversed(self._by_timeline.get(line.timeline, []))
-        return next((when for window, when in told if line.batch in window), (None, None, None))
+        index = self._indexes.get(line.timeline)
+        found = index.holding(line.batch) if index is not None else []
+        return self._told[line.timeline][found[-1]] if found else (None, None, None)
 
 
 class _Reasons:
     """Why a batch was skipped: the columns from `by_user` on."""
 
     def __init__(self, history: History) -> None:
-        self._added = history.added
-        self._skips = [
-            (case.incident.incident, window, _of_skip(case, place, window))
-            for case in history.cases
-            for place, window in enumerate(case.skips)
-        ]
+        skips = [(case, place, window) for case in history.cases for place, window in enumerate(case.skips)]
+        self._added, self._in_added = history.added, WindowIndex(fact.window for fact in history.added)
+        self._in_skips = WindowIndex(window for _, _, window in skips)
+        self._skips = [(case.incident.incident, _of_skip(case, place, window)) for case, place, window in skips]
 
     def of(self, batch: int) -> Row:
-        added = [fact for fact in self._added if batch in fact.window]
+        added = [self._added[place] for place in self._in_added.holding(batch)]
         by_user = any(not fact.by_supervisor for fact in added)
-        skips = [(number, row) for number, window, row in self._skips if batch in window]
+        skips = [self._skips[place] for place in self._in_skips.holding(batch)]
         if skips:
             number, row = skips[-1]
             return (by_user, number, [each for each, _ in skips], *row)

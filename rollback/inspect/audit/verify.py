@@ -17,9 +17,9 @@ from typing import Literal
 from pydantic import Field
 
 from rollback.errors import ExitCode, JournalDamaged
-from rollback.facts.history import fold, merge_windows
+from rollback.facts.history import fold, is_in, merge_windows
 from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
-from rollback.inspect.audit.passings import CONDITIONS, is_in, passings
+from rollback.inspect.audit.passings import CONDITIONS, passings
 from rollback.inspect.document import Document, ReportItem
 from rollback.inspect.record.reading import merge, require_run_directory
 from rollback.rundir import seal

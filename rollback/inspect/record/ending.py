@@ -1,15 +1,15 @@
 """How a run ended, from its facts. Pure. Every pass over the data ends with a fact that the loop has ended."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from pydantic import Field
 
 from rollback.errors import ExitCode
 from rollback.facts import training as facts
-from rollback.facts.ending import EndedTogether
+from rollback.facts.ending import SCRIPT_LEFT, EndedTogether
 from rollback.inspect.document import ReportItem
-from rollback.rundir.journal.journal import of_kinds
+from rollback.rundir.journal.journal import last_fact, of_kinds
 
 Ended = Literal["finished", "preempted", "structural", "no_checkpoint", "gave_up"]
 
@@ -52,12 +52,8 @@ def ending_of(records: Iterable[facts.JournalEntry]) -> RunEnding | None:
             case facts.AttemptEnded() as fact if ending and ending.how == "finished":
                 well = fact.status == 0 and fact.why is None
                 ending = ending.model_copy(update={"by_supervisor": True}) if well else None
-            case facts.FinalStateLost() as fact:
-                lost = f"the training loop ended, but its last {fact.steps} updates are in no checkpoint"
-                ending = _said(record, "gave_up", fact.step, lost)
-            case facts.ScriptLeft() as fact:
-                left = "the script left its loop over the guard before that had ended"
-                ending = _said(record, "gave_up", fact.step, left)
+            case (facts.FinalStateLost() | facts.ScriptLeft()) as fact:
+                ending = _said(record, "gave_up", fact.step, fact.account)
             case facts.Stopped() as fact:
                 ending = _said(record, fact.reason, fact.step, fact.account)
             case facts.RunEnded() as fact if ending:
@@ -86,6 +82,14 @@ def lacks_its_end(records: Iterable[facts.JournalEntry]) -> bool:
             case facts.Attached() as fact if not fact.supervised:
                 lacks = False
     return lacks
+
+
+def script_left(own: Sequence[facts.JournalEntry]) -> bool:
+    """Whether the script of an attempt left its loop over the guard as if all were done. own: its lines."""
+    ended, told = last_fact(own, facts.AttemptEnded), last_fact(own, facts.ScriptLeft) is not None
+    if ended is None:
+        return told
+    return ended.status == 0 and ended.why is None and (told or ended.cause == SCRIPT_LEFT)
 
 
 def _by_exit_code(code: int) -> Ended:

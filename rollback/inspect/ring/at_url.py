@@ -30,6 +30,10 @@ class ReadableRun:
     store: Store | None = None
     """Where the shards still are; None: in the directory."""
 
+    @classmethod
+    def at(cls, path: Path) -> "ReadableRun":
+        return cls(path, str(path))
+
     def listing(self) -> Listing:
         """As `read_listing`, under the name that the user has given: a URL, not the temporary copy of its record."""
         at_url = {} if self.store is None else {"ring": self.name}

@@ -58,7 +58,7 @@ class Exported:
 
 
 def export(
-    run: Path | ReadableRun,
+    run: ReadableRun,
     word: str | None,
     output: Path,
     *,
@@ -74,7 +74,6 @@ def export(
 
     Raises UsageError, NoUsableCheckpoint, CheckpointUnusable, RunDirectoryError, RunDoesNotFit or OutputNotWritten.
     """
-    run = run if isinstance(run, ReadableRun) else ReadableRun(run, str(run))
     require_place(output, run.root)
     there = huggingface.present(output)
     if there and not force:

@@ -75,14 +75,13 @@ class Verification(Document):
         return ExitCode.DONE if whole else ExitCode.FAILED
 
 
-def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
+def verify(run: ReadableRun, words: Sequence[str] = ()) -> Verification:
     """Verify checkpoints. Changes nothing. words: which ones, see `choose`; default: all.
 
     Slots of the fast tier are not held, so the job may overwrite one meanwhile.
 
     Raises UsageError, NoUsableCheckpoint, RunDirectoryError or RunDoesNotFit.
     """
-    run = run if isinstance(run, ReadableRun) else ReadableRun(run, str(run))
     listing = run.listing()
     paths = RunPaths(run.root)
     identity = read_identity(paths)

@@ -12,16 +12,17 @@ from pydantic import Field
 
 from rollback.errors import UsageError
 from rollback.facts import training as facts
+from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import ABOUT_NODES, Why
 from rollback.inspect.document import Document, ReportItem, fields_of
 from rollback.inspect.record.cost import Death
-from rollback.inspect.record.ending import NO_END
+from rollback.inspect.record.ending import NO_END, script_left
 from rollback.inspect.record.reading import NODES_IN_WORDS, REMARKS, REMARKS_IN_WORDS, by_attempt
 from rollback.inspect.status.report import RunStatus
 from rollback.inspect.status.status import StatusReader
 from rollback.rundir.failures import FailureRecord, in_order_of_blame, read_failures
 from rollback.rundir.heartbeats import read_all_heartbeats
-from rollback.rundir.journal.journal import last_fact, of_kind
+from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
 from rollback.system.durable import read_tail
@@ -134,7 +135,7 @@ def read_attempt_report(root: Path, attempt: int | None = None) -> AttemptReport
         state=status.state,
         attempt=number,
         **fields_of(fact, "why", "rank", "host", "step", "batch"),
-        cause=fact.cause if fact else failed.get(number) if number is not None else None,
+        cause=failed.get(number, fact.cause if fact else None) if number is not None else None,
         began=started.at if started else own[0].at if own else None,
         ended=ended.at if ended else None,
         followed=list(fact.followed) if fact else [],
@@ -164,12 +165,15 @@ def _failure(paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], n
 
     now: of the newest attempt, whose state is that of the run. None: of an earlier one nothing is alive any more.
     """
+    if script_left(own):
+        return SCRIPT_LEFT
     ended = last_fact(own, facts.AttemptEnded)
     if ended is not None:
         well = ended.why is None and ended.status == 0
         return None if well or ended.why == "told_to_stop" else ended.cause
     supervised = last_fact(own, facts.AttemptStarted) is not None
-    by_itself = last_fact(own, facts.Finished) and not supervised  # a supervisor would have seen the end
+    trained = of_kinds(own, {facts.Finished, facts.FinalStateLost})
+    by_itself = trained and not supervised  # a supervisor would have seen the end
     if (stopped := last_fact(own, facts.Stopped)) is not None:
         orphaned = now is None or (now.ending is not None and now.ending.orphaned)  # ranks that stopped may have had to
         return NO_END if supervised and orphaned and stopped.reason == "preempted" else None

@@ -29,11 +29,12 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
 from rollback.rundir.failures import NOTICED, PRECEDENCE, FailureRecord, class_of_exception
 from rollback.rundir.heartbeats import LEAVING, Heartbeat
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure, ending
 from rollback.wording import ranks_in_words
 
 _NAMED = 4  # ranks
@@ -59,6 +60,11 @@ class RankEnd:
     @property
     def exitcode(self) -> int:
         return self.failure.exitcode if self.failure else 0
+
+    @property
+    def message(self) -> str:
+        """What the rank raised, as it told torchrun; empty: it told nothing."""
+        return (self.failure.message or "").strip() if self.failure else ""
 
     @property
     def ended_by_torchrun(self) -> bool:
@@ -149,15 +155,16 @@ def why_of(end: RankEnd) -> Why | None:
         return "stopped"
     if end.record is not None:
         return class_of_exception(end.record.error, end.record.message, oom_killed=end.oom_killed)
+    if end.message:  # also of a rank that torchrun ended while it was leaving
+        error, _, text = end.message.partition(":")
+        return class_of_exception(error, text.strip(), oom_killed=end.oom_killed)
     if end.ended_by_torchrun or end.exitcode == 0:
         return None
     if end.exitcode < 0:
         if end.exitcode == -signal.SIGABRT:
             return "aborted"
         return "oom_kill" if end.oom_killed and end.exitcode == -signal.SIGKILL else "signal"
-    message = (end.failure.message if end.failure else None) or ""
-    error, _, text = message.strip().partition(":")
-    return class_of_exception(error, text.strip(), oom_killed=end.oom_killed) if error else "exit"
+    return "exit"
 
 
 def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCause | None:
@@ -230,12 +237,14 @@ def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
         return first.text
     if evidence.left.refusal is not None:
         return f"the ranks refused to go on: {evidence.left.refusal.message}"
+    if ending(evidence) == "left":
+        return SCRIPT_LEFT
     return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
 
 
 def _of_torchrun(evidence: AttemptEvidence) -> str:
     if evidence.left.status < 0:
-        memory = evidence.left.oom_hosts and evidence.left.status == -signal.SIGKILL
+        memory = evidence.left.torchrun_oom_killed and evidence.left.status == -signal.SIGKILL
         return f"torchrun was killed by {_signal_name(-evidence.left.status)}{_OF_CLASS['oom_kill'] if memory else ''}"
     if evidence.left.failures is None:
         return f"torchrun exited with status {evidence.left.status} and left no account"
@@ -249,13 +258,14 @@ def _describe(why: Why, end: RankEnd) -> str:
         return f"{who} was stopped (SIGSTOP), and its peers gave up on it{_last_seen(end)}"
     if end.record is not None:
         return f"{who} raised {_last_line(end.record)} at {_where(end.record)}{_OF_CLASS.get(why, '')}"
+    if end.message:
+        how = "raised" if end.exitcode < 0 else f"exited with status {end.exitcode}:"
+        return f"{who} {how} {end.message.splitlines()[-1]}{_OF_CLASS.get(why, '')}{_last_seen(end)}"
     if why == "oom_kill":
         return f"{who} was killed by signal 9 (SIGKILL): the kernel was out of memory{_last_seen(end)}"
     if end.exitcode < 0:
         return f"{who} was killed by {_signal_name(-end.exitcode)}{_last_seen(end)}"
-    message = (end.failure.message if end.failure else None) or ""
-    what = f": {message.strip().splitlines()[-1]}" if message.strip() else ""
-    return f"{who} exited with status {end.exitcode}{what}{_OF_CLASS.get(why, '')}{_last_seen(end)}"
+    return f"{who} exited with status {end.exitcode}{_last_seen(end)}"
 
 
 def _last_seen(end: RankEnd) -> str:

@@ -36,7 +36,7 @@ from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.errors import EARLY, ExitCode, RefusalKind, RollbackError, ScriptRefused
-from rollback.facts.ending import GivingUp
+from rollback.facts.ending import SCRIPT_LEFT, GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
 
 AttemptEnding = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
@@ -121,6 +121,8 @@ class HostOutcome(BaseModel, frozen=True):
     """The ranks that were SIGSTOPped when they were last looked at."""
     oom_hosts: tuple[str, ...] = ()
     """The hosts on which the kernel's OOM killer struck in the memory cgroups of their ranks."""
+    torchrun_oom_killed: bool = False
+    """Whether torchrun itself was killed on one of these hosts, and not by its supervisor."""
     lost_nodes: tuple[str, ...] = ()
     """The nodes that left no account: they fell silent, or were started anew while the attempt ran."""
     kept: LastSnapshotResult | None = None
@@ -226,7 +228,7 @@ def reason_of(end: AttemptEnding, evidence: AttemptEvidence, lacking: str | None
         case "unkept":
             return f"training is complete{at}, but its final state is {lacking}"
         case "left":
-            return f"the script ended{at} as if all were done, but its loop over the guard was not over"
+            return f"{SCRIPT_LEFT}{at and f',{at}'}"
         case "ended" if stopped is not None:
             return f"{stopped.account}; no checkpoints are taken, so there is none to go on from"
         case "ended":

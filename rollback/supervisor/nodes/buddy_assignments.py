@@ -13,6 +13,7 @@ from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.last_snapshot import last_snapshot_on_host
 from rollback.supervisor.nodes.membership import OwnNode
 from rollback.supervisor.nodes.protocol import NodeReport
+from rollback.supervisor.patient_reading import read_patiently
 
 _WANTED = 16  # checkpoints: a buddy has the newest, the one before, or behind a rollback an older one
 
@@ -44,7 +45,8 @@ class BuddyAssignments:
         there = [*there]
         members = {report.node: (report.host, report.buddy) for report in there if report.node in seats}
         members[self._place.name] = (self._place.host, self._buddy.address)
-        identity, history = read_identity(self._paths), fold_journal(self._paths.train_journal).history
+        identity = read_patiently(lambda: read_identity(self._paths), self._say)
+        history = read_patiently(lambda: fold_journal(self._paths.train_journal), self._say).history
         newest = on_record(history, history.committed)[::-1][:_WANTED]
         # A new leader's host may have nothing.
         kept = (last_snapshot_on_host(self._paths), *(report.kept for report in there))

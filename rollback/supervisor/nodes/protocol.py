@@ -232,6 +232,7 @@ def merged(own: HostOutcome, others: Mapping[str, HostOutcome | None]) -> HostOu
             "guarded": any(left.guarded for left in lefts),
             "stopped": tuple(sorted(rank for left in lefts for rank in left.stopped)),
             "oom_hosts": tuple(host for left in lefts for host in left.oom_hosts),
+            "torchrun_oom_killed": any(left.torchrun_oom_killed for left in lefts),
             "refusal": next((left.refusal for left in lefts if left.refusal), None),
             "failures": Failures(error=errors[0], failures=tuple(failures)) if errors else None,
             "lost_nodes": lost,

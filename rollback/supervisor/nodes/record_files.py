@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollback.errors import RollbackError
-from rollback.facts.history import merge_windows
+from rollback.facts.history import is_in, merge_windows
 from rollback.facts.training import Window
 from rollback.rundir.host_records import RecordPublisher
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -220,7 +220,7 @@ def _of_the_record(lines: Sequence[str], windows: Sequence[Window]) -> Iterator[
     for line in lines:
         with contextlib.suppress(ValueError):
             batch = parse_model(line.encode(), SkippedBatch).batch
-            if any(batch in window for window in windows):
+            if is_in(windows, batch):
                 yield line
 
 

@@ -97,8 +97,8 @@ class Running:
         self._computed: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self.hopeless = False
-        self.asks = True
-        """Whether the ranks are to be asked for a last snapshot when torchrun has ended."""
+        self.killed = False
+        """Whether torchrun was ended here. The ranks were asked for a last snapshot before that, where they were to."""
         self.ended_ranks: Collection[int] = ()
         """Those that were ended so that somebody can speak for this host."""
         self.attempt = attempt
@@ -128,6 +128,10 @@ class Running:
     def oom_struck(self) -> bool:
         """Whether the kernel's OOM killer has struck in the memory cgroups of this host's ranks."""
         return self._memory.kills() > 0
+
+    def torchrun_oom_killed(self) -> bool:
+        """Whether that may be what ended torchrun."""
+        return self.oom_struck() and self.poll() == -signal.SIGKILL and not self.killed
 
     def tell_ranks_to_stop(self, signals: Iterable[signal.Signals], *, guarded: bool) -> bool:
         """Tell each rank on this host to stop, once. False: no rank exists yet. Ranks that have left already count as
@@ -197,7 +201,7 @@ class Running:
 
         last: why they are asked for a last snapshot first, of `end_marks.REASONS`; None: end it at once.
         """
-        self.hopeless, self.asks = hopeless, False
+        self.hopeless, self.killed = hopeless, True
         if last is not None:
             stopped = [rank for rank, state in self.look().items() if state == "T"]  # a debugger's stop is a short one
             if not ask_for_last_snapshot(self._paths, self.attempt, last, stopped):
@@ -287,7 +291,7 @@ class Host:
                 # Also when we fail ourselves: nothing that we started may go on writing to the run directory.
                 torchrun.kill()
                 torchrun.wait()
-                if running.asks:  # torchrun is gone, and so is who would speak for ranks that do not answer
+                if not running.killed:  # torchrun is gone, and so is who would speak for ranks that do not answer
                     ask_for_last_snapshot(self._paths, number, end_marks.ATTEMPT_ENDS)
                 patience = 0.0 if running.hopeless else _PATIENCE
                 others = [*self._before_us, *(self._meeting() if self._meeting else ())]
@@ -352,6 +356,7 @@ class Host:
             failures=failures.with_ended(running.ended_ranks) if failures is not None else None,
             stopped=running.stopped(),
             oom_hosts=(THIS_HOST,) if running.oom_struck() else (),
+            torchrun_oom_killed=running.torchrun_oom_killed(),
             kept=last_snapshot_on_host(self._paths, running.attempt),
             unrecorded=unrecorded_by(running.beats_in_memory()),
         )

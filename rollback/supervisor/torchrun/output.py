@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from rollback.errors import RollbackError
 from rollback.instructions import LOGS_SPECS
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.system import files
@@ -137,11 +138,14 @@ class Output:
             yield AttemptOutput(job)
             return
         ends: list[int] = []
+        over = threading.Event()
         try:  # one number may be that of two attempts: who leads after a lost leader counts from an older record
             pipes = Path(tempfile.mkdtemp(prefix=f"pipes-{attempt}-", dir=self.private))
             ends.append(self._own_pipe("out"))
             ends.append(self._own_pipe("err"))
-        except OSError as error:
+            pump = threading.Thread(target=self._pump, args=(pipes, over), name="rank output", daemon=True)
+            start_thread(pump)
+        except (OSError, RollbackError) as error:
             for fd in (*ends, *(source.fd for source in self._sources)):
                 os.close(fd)
             self._sources = []
@@ -150,9 +154,6 @@ class Output:
             return
         if not by_user:
             job = replace(job, flags={**job.flags, "logs-specs": LOGS_SPECS, "log-dir": str(pipes)})
-        over = threading.Event()
-        pump = threading.Thread(target=self._pump, args=(pipes, over), name="rank output", daemon=True)
-        start_thread(pump)
         try:
             yield AttemptOutput(job, *ends)
         finally:
@@ -335,11 +336,10 @@ class Output:
         except OSError as error:
             self._complain(doing, error)
 
-    def _complain(self, doing: str, error: OSError) -> None:
+    def _complain(self, doing: str, error: OSError | RollbackError) -> None:
         if not self._complained:
-            self.audience.say(
-                f"{doing} fails ({error.strerror or error}); the run goes on, and what is lost is counted"
-            )
+            why = error.message if isinstance(error, RollbackError) else error.strerror or error
+            self.audience.say(f"{doing} fails ({why}); the run goes on, and what is lost is counted")
         self._complained = True
 
     def _close(self) -> None:

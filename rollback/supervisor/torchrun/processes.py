@@ -7,6 +7,7 @@ own list has all processes. A subreaper has: an orphan below this process become
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -28,6 +29,9 @@ THIS_HOST = socket.gethostname()
 
 _PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_AFTER = 30.0
+_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # of processes, memory, descriptors
+_SHORT_FOR = 10.0  # seconds
+_POLL = 0.1
 
 
 def become_subreaper() -> None:
@@ -40,11 +44,19 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start torchrun in a session of its own, so that a Ctrl-C in the terminal reaches only this process.
 
-    stdout, stderr: descriptors for its output (default: ours). Raises RollbackError where the system refuses.
+    stdout, stderr: descriptors for its output (default: ours). Raises RollbackError where the system refuses; where it
+    is short of something, as behind an OOM kill, that is tried again for some seconds.
     """
     hint = "see the limits of this system (ulimit -a), and how long the arguments and the skip list are"
+    until = time.monotonic() + _SHORT_FOR
     with reporting(RollbackError, "starting torchrun", hint):
-        return subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
+        while True:
+            try:
+                return subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
+            except OSError as error:
+                if error.errno not in _SHORTAGES or time.monotonic() > until:
+                    raise
+            time.sleep(_POLL)
 
 
 def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
@@ -72,12 +84,13 @@ def living_ranks(beats: Mapping[int, Heartbeat], paths: RunPaths) -> dict[int, p
 
 def ranks_of(torchrun: int) -> list[psutil.Process]:
     """The living ranks of the torchrun with this pid: its children without the fork server."""
-    try:
-        return [
-            child for child in psutil.Process(torchrun).children() if child.name() != FORK_SERVER and _is_alive(child)
-        ]
-    except psutil.NoSuchProcess:
-        return []
+    found: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(torchrun).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile, and the others have not
+                if child.name() != FORK_SERVER and _is_alive(child):
+                    found.append(child)
+    return found
 
 
 def dead_ranks(beats: Mapping[int, Heartbeat]) -> list[int]:

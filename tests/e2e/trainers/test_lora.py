@@ -8,6 +8,7 @@ from toy import facts
 from trainer_job import TrainerJob
 
 from rollback.facts.training import Committed
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.paths import RunPaths
 
@@ -21,7 +22,7 @@ def require_base_stored_once(run: Path) -> None:
     (base,) = RunPaths(run).frozen.iterdir()
     assert base.stat().st_size > 1 << 20
     assert all(fact.bytes < base.stat().st_size / 2 for fact in facts(run, Committed))
-    assert verify(run).exit_code == 0
+    assert verify(ReadableRun.at(run)).exit_code == 0
 
 
 @pytest.mark.soak

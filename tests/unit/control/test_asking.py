@@ -21,7 +21,7 @@ from checkpoints import write_checkpoint
 from recorded_run import RecordedRun, attached
 from rollback.cli import app
 from rollback.control import asking
-from rollback.errors import RunDirectoryError, UsageError
+from rollback.errors import JournalDamaged, RunDirectoryError, UsageError, reporting
 from rollback.facts.training import Answered, Drained, Finished, Window
 from rollback.inspect.status.status import read_status
 from rollback.rundir import requests
@@ -168,6 +168,39 @@ def test_a_job_that_dies_before_it_answers(run: RecordedRun, monkeypatch: pytest
     reply = asking.wait_for_answer(asked, 30)
     assert (reply.state, reply.exit_code) == ("open", 1)
     assert "the job is gone; it will be carried out when the run is started again" in reply.text
+
+
+@pytest.mark.parametrize("what", ["journal", "status"])
+def test_a_disk_that_refuses_for_a_moment_does_not_end_the_waiting(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(asking, "_LOOK_FOR_LIFE", 0.05)
+    reader, refusals = {"journal": "_answer", "status": "read_status"}[what], [5, 5]
+    sound = getattr(asking, reader)
+
+    def read(asked: object) -> object:
+        if refusals:
+            with reporting(RunDirectoryError, "reading the record"):
+                raise OSError(refusals.pop(), "I/O error")
+        run.tell(40, Answered(request=name, carried_out=True, text="that is done"))
+        return sound(asked)
+
+    asked = asking.skip_request(run.paths.root, Window(first=80, last=90), "bob", "").hand_in()
+    name = asked.name
+    monkeypatch.setattr(asking, reader, read)
+    if what == "journal":
+        given_up = asking.wait_for_answer(asked, 0)
+        assert (given_up.state, given_up.exit_code) == ("open", 1)
+        assert "what has come of it cannot be seen now: reading the record: I/O error" in given_up.text
+    reply = asking.wait_for_answer(asked, 30)
+    assert (reply.state, reply.text, refusals) == ("carried_out", "that is done", [])
+
+
+def test_what_is_damaged_ends_the_waiting(run: RecordedRun) -> None:
+    asked = asking.skip_request(run.paths.root, Window(first=80, last=90), "bob", "").hand_in()
+    run.paths.train_journal.write_bytes(b"not\na journal\n")
+    with pytest.raises(JournalDamaged):
+        asking.wait_for_answer(asked, 30)
 
 
 def test_a_stop_of_a_job_that_has_no_ranks_left_is_carried_out_when_it_ends(

@@ -48,7 +48,7 @@ def test_dcp_loads_model_and_optimizer_by_the_names_that_it_gives_them(run: Path
     model, optimizer = objects()
     state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    export(run, None, tmp_path / "model.safetensors")
+    export(ReadableRun.at(run), None, tmp_path / "model.safetensors")
     weights = load_file(tmp_path / "model.safetensors")
     assert state["model"].keys() == weights.keys()
     assert all(torch.equal(state["model"][name], weights[name]) for name in weights)
@@ -72,7 +72,7 @@ def test_memory_does_not_grow_with_the_model(run: Path, tmp_path: Path, monkeypa
         return torch.from_numpy(memory)
 
     monkeypatch.setattr(write, "_read", watched)
-    write.export_dcp(ReadableRun(run, "run"), None, tmp_path / "out")
+    write.export_dcp(ReadableRun.at(run), None, tmp_path / "out")
     assert len(alive) > 10
     assert max(alive) <= 1
 

@@ -113,6 +113,22 @@ def test_ranks_that_do_not_answer_are_gone_before_somebody_is_asked_to_speak_for
     rank.wait()
 
 
+@pytest.mark.parametrize("by_supervisor", [True, False])
+def test_what_the_supervisor_has_killed_the_kernel_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_supervisor: bool
+) -> None:
+    torchrun = subprocess.Popen(["sleep", "60"])
+    running = host.Running(RunPaths(tmp_path), 1, ("torchrun",), torchrun, None, None)
+    monkeypatch.setattr(running, "oom_struck", lambda: True)
+    assert not running.torchrun_oom_killed()
+    if by_supervisor:
+        running.kill(None)
+    else:
+        torchrun.kill()
+        torchrun.wait()
+    assert running.torchrun_oom_killed() != by_supervisor
+
+
 def test_how_far_ranks_had_come_is_counted_since_their_last_rollback(marks: EndMarkPaths) -> None:
     mark = EndMark(marks, 1)
     mark.write(StepEnd(1, 0, 18, 18, 0, 0), b"before")

@@ -40,7 +40,7 @@ from rollback.instructions import program
 from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor import attempts as attempts_module
+from rollback.supervisor import patient_reading
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import Claim
@@ -167,8 +167,8 @@ def test_a_record_that_cannot_be_read_for_a_moment_when_an_attempt_ends_does_not
     order = launched(paths, LaunchedJob({}, "train.py", []))
     own_journal = SupervisorJournal(paths, print)
     attempts = Attempts(order, said.append, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
-    monkeypatch.setattr(attempts_module, "_POLL", 0.0)
-    monkeypatch.setattr(attempts_module, "_DISK_RETURNS", 60.0 if returns else 0.0)
+    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
+    monkeypatch.setattr(patient_reading, "_DISK_RETURNS", 60.0 if returns else 0.0)
     monkeypatch.setattr(os, "open", refused)
     if not returns:
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.EIO)):
@@ -469,6 +469,14 @@ class TestBudget:
         assert isinstance(decision, Restart)
         assert fail(budget, False)[1] == GiveUp("2 attempts in a row failed at a wrong call, which no restart mends")
         assert isinstance(fail(budget, True)[1], Restart)
+
+    def test_a_mistake_after_which_the_ranks_hung_and_were_killed_is_one_all_the_same(self) -> None:
+        """Else each of ten restarts would wait for the hang's limit."""
+        budget, how = Budget.full(10), {"progressed": False, "attached": True, "killed": True, "mistake": "at a call"}
+        budget, decision = budget.after_failure(**how)  # type: ignore[arg-type]
+        assert isinstance(decision, Restart)
+        _, decision = budget.after_failure(**how)  # type: ignore[arg-type]
+        assert decision == GiveUp("2 attempts in a row failed at a call, which no restart mends")
 
     def test_being_killed_while_starting_is_no_reason_to_give_up_early(self) -> None:
         budget = Budget.full(10)

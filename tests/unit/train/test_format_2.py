@@ -16,6 +16,7 @@ from toy import facts
 import rollback
 from rollback.errors import RunDirectoryError, RunDoesNotFit
 from rollback.facts.training import Attached, Committed
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.paths import READS
 
@@ -53,13 +54,13 @@ def of_format_2(tmp_path: Path) -> Path:
 
 
 def test_a_run_of_format_2_goes_on_bit_for_bit(of_format_2: Path, tmp_path: Path) -> None:
-    assert verify(of_format_2).exit_code == 0
+    assert verify(ReadableRun.at(of_format_2)).exit_code == 0
     undisturbed = train(tmp_path / "undisturbed", 10)
     ended = train(of_format_2, 10)
     assert all(torch.equal(ended[name], undisturbed[name]) for name in undisturbed)
     *_, resumed = facts(of_format_2, Attached)
     assert (resumed.checkpoint, resumed.step, resumed.batch) == (facts(of_format_2, Committed)[1].checkpoint, 4, 4)
-    assert verify(of_format_2).exit_code == 0
+    assert verify(ReadableRun.at(of_format_2)).exit_code == 0
 
 
 def test_a_format_that_is_not_known_is_refused_with_what_to_do(of_format_2: Path) -> None:

@@ -20,6 +20,7 @@ from rollback.cli import app
 from rollback.errors import OutputNotWritten, UsageError
 from rollback.facts.fact import Fact
 from rollback.facts.training import Accepted, PassedOver, SampleQuarantine, ScreenedOut, SkipAdded, Window
+from rollback.inspect.audit.passings import WindowIndex
 from rollback.inspect.audit.samples import COLUMNS, read_samples
 from rollback.inspect.audit.tables import harmless, write_csv
 from rollback.inspect.audit.verify import check_integrity
@@ -145,6 +146,31 @@ def test_the_supervisor_s_windows_are_not_the_user_s(run: RecordedRun) -> None:
     run.pass_over(2, 50, 50, timeline=0)
     for row in rows_of(run):
         assert (row["by_user"], row["reason"]) == (False, "the supervisor: the same exception twice")
+
+
+_SOME = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda at: Window(first=at[0], last=sum(at)))
+
+
+@given(st.lists(_SOME, max_size=12), st.integers(0, 45))
+def test_the_windows_that_hold_a_batch_are_found_in_the_order_of_the_record(windows: list[Window], batch: int) -> None:
+    assert WindowIndex(windows).holding(batch) == [n for n, window in enumerate(windows) if batch in window]
+
+
+def test_a_row_does_not_cost_more_where_there_are_more_windows(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.attach(0, 1, None, 0)
+    writer = LineWriter(run.paths.skip_record(0))
+    for batch in range(100):
+        run.tell(1, SkipAdded(window=Window(first=batch, last=batch), who="settings", why=str(batch)))
+        writer.write(SkippedBatch(batch=batch, epoch=0, offset=batch, indices=None, timeline=0).model_dump_json())
+        run.tell(2, PassedOver(first=batch, last=batch, step=25, timeline=0))
+    writer.close()
+    looks: list[int] = []
+    holds = Window.__contains__
+    monkeypatch.setattr(Window, "__contains__", lambda self, batch: looks.append(batch) or holds(self, batch))
+    assert [row["reason"] for row in rows_of(run)] == [f"settings: {batch}" for batch in range(100)]
+    assert len(looks) <= 300
 
 
 def test_a_window_too_large_to_be_listed_is_a_notice(run: RecordedRun) -> None:

@@ -19,6 +19,7 @@ from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.checkpoints.outside.fitting import open_outside
 from rollback.errors import OutputNotWritten, UsageError
 from rollback.inspect.ring import export as room
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.export import export
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, shard_name
@@ -84,7 +85,7 @@ def test_a_sharded_model_is_put_together_into_as_many_files_as_it_takes(
     run: tuple[Path, Any], tmp_path: Path, largest: int, files: int
 ) -> None:
     (tmp_path / "out").mkdir()
-    done = export(run[0], "newest", tmp_path / "out" / "model.safetensors", max_shard_size=largest)
+    done = export(ReadableRun.at(run[0]), "newest", tmp_path / "out" / "model.safetensors", max_shard_size=largest)
     assert (done.files, done.tensors) == (files, 6)
     names = [f"model-{n:05d}-of-{files:05d}.safetensors" for n in range(1, files + 1)]
     wanted = ["model.safetensors"] if files == 1 else [*names, "model.safetensors.index.json"]
@@ -107,8 +108,8 @@ def test_an_earlier_export_is_replaced_with_force_only_and_leaves_none_of_its_fi
     for largest, count in ((200, 5), (10**9, 1), (400, 3), (200, 5)):
         if len(list(out.iterdir())) > 1:
             with pytest.raises(UsageError, match="exists already"):
-                export(run[0], "newest", out / "model.safetensors", max_shard_size=largest)
-        export(run[0], "newest", out / "model.safetensors", max_shard_size=largest, force=True)
+                export(ReadableRun.at(run[0]), "newest", out / "model.safetensors", max_shard_size=largest)
+        export(ReadableRun.at(run[0]), "newest", out / "model.safetensors", max_shard_size=largest, force=True)
         assert len([path for path in out.iterdir() if not path.name.endswith(".bak")]) == count
         require_equal(loaded(out), run[1])
     assert (out / "model.safetensors.bak").read_text() == "mine"
@@ -128,7 +129,7 @@ def export_and_die(run: Path, out: Path, place: int) -> int:
 
         sys.addaudithook(watch)
         try:
-            export(run, "newest", out / "model.safetensors", force=True, max_shard_size=200)
+            export(ReadableRun.at(run), "newest", out / "model.safetensors", force=True, max_shard_size=200)
             os._exit(0)
         finally:
             os._exit(1)
@@ -144,7 +145,7 @@ def test_an_export_that_is_killed_leaves_what_was_there_the_new_one_or_nothing(t
         out = tmp_path / f"out-{place}"
         out.mkdir()
         if before:
-            export(tmp_path / "old", "newest", out / "model.safetensors", max_shard_size=before)
+            export(ReadableRun.at(tmp_path / "old"), "newest", out / "model.safetensors", max_shard_size=before)
         code = export_and_die(tmp_path / "new", out, place)
         entries = [path for path in out.iterdir() if path.name in ("model.safetensors", "model.safetensors.index.json")]
         if entries:
@@ -165,7 +166,7 @@ def test_a_disk_that_fails_leaves_what_was_there(
     out = tmp_path / "out"
     out.mkdir()
     old = sharded_run(tmp_path / "old", 9, 5)
-    export(tmp_path / "old", "newest", out / "model.safetensors", max_shard_size=200)
+    export(ReadableRun.at(tmp_path / "old"), "newest", out / "model.safetensors", max_shard_size=200)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     calls = iter(range(1, 100))
     write = room.write_shard
@@ -177,7 +178,7 @@ def test_a_disk_that_fails_leaves_what_was_there(
 
     monkeypatch.setattr(room, "write_shard", failing)
     with pytest.raises(OutputNotWritten, match="No space left on device"):
-        export(run[0], "newest", out / "model.safetensors", max_shard_size=200, force=True)
+        export(ReadableRun.at(run[0]), "newest", out / "model.safetensors", max_shard_size=200, force=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     require_equal(loaded(out), old)
 
@@ -186,8 +187,9 @@ def test_memory_does_not_grow_with_the_model_nor_with_its_largest_tensor(tmp_pat
     """A model of 192 MiB in 6 tensors of 32 MiB, of which each of two ranks has a part: the process takes less than
     two tensors more than for a model of a few bytes."""
     code = (
-        "import sys\nfrom pathlib import Path\nfrom rollback.inspect.ring.export import export\n"
-        "export(Path(sys.argv[1]), 'newest', Path(sys.argv[2]))\nassert 'torch' not in sys.modules\n"
+        "import sys\nfrom pathlib import Path\nfrom rollback.inspect.ring.at_url import ReadableRun\n"
+        "from rollback.inspect.ring.export import export\n"
+        "export(ReadableRun.at(Path(sys.argv[1])), 'newest', Path(sys.argv[2]))\nassert 'torch' not in sys.modules\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     peaks = {}

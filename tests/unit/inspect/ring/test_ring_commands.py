@@ -26,6 +26,7 @@ from rollback.cli import app
 from rollback.errors import ExitCode, NoUsableCheckpoint, OutputNotWritten, RollbackError, UsageError
 from rollback.facts.training import BecameGood, Committed, Evicted, Quarantined
 from rollback.inspect.audit.contents import read_run_contents
+from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
 from rollback.inspect.status.status import StatusReader, read_status
@@ -173,7 +174,7 @@ def test_a_damaged_journal_costs_the_status_and_not_the_list(paths: RunPaths) ->
     assert set(statuses(paths).values()) == {"unknown"}
     (notice,) = read_listing(paths.root).notices
     assert "which checkpoints are good cannot be told" in notice
-    assert verify(paths.root).exit_code == ExitCode.DONE
+    assert verify(ReadableRun.at(paths.root)).exit_code == ExitCode.DONE
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
@@ -240,7 +241,10 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_called_damaged(paths: R
 def test_every_fault_of_a_checkpoint_is_named(paths: RunPaths) -> None:
     for rank in range(2):
         damage(paths.checkpoint(OLD) / shard_name(rank))
-    assert [fault.file for fault in verify(paths.root, [OLD]).checkpoints[0].faults] == [shard_name(0), shard_name(1)]
+    assert [fault.file for fault in verify(ReadableRun.at(paths.root), [OLD]).checkpoints[0].faults] == [
+        shard_name(0),
+        shard_name(1),
+    ]
 
 
 def changed(tree: dict[str, Any], **parts: Any) -> dict[str, Any]:
@@ -272,7 +276,7 @@ def test_sound_files_with_the_wrong_content_are_found(
     paths: RunPaths, shared: dict[str, Any], local: dict[str, Any], words: str
 ) -> None:
     name = write(paths, 3, 40, shared, local)
-    (found,) = verify(paths.root, [name]).checkpoints
+    (found,) = verify(ReadableRun.at(paths.root), [name]).checkpoints
     assert not found.intact
     assert re.search(words, found.faults[0].fault), found.faults
     outcome = command("export", paths.root, name, "-o", paths.root.parent / "x")
@@ -290,12 +294,12 @@ def test_a_tree_that_is_nested_without_end_is_a_fault_and_no_crash(
         metadata = {"local": "[" * 100_000, "shared": json.dumps(SHARED)}
         shards.append(ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces(rank, 40), metadata)))
     ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}))
-    assert "cannot be read" in verify(paths.root, ["newest"]).checkpoints[0].faults[0].fault
+    assert "cannot be read" in verify(ReadableRun.at(paths.root), ["newest"]).checkpoints[0].faults[0].fault
 
 
 def test_discarded_checkpoints_are_intact_but_not_usable(paths: RunPaths) -> None:
     tell(paths, incident(1, 5, 25), rollback_plan(1, OLD, 10, (20, 60), discards=(OLD, MIDDLE, NEW)))
-    found = verify(paths.root)
+    found = verify(ReadableRun.at(paths.root))
     assert (found.intact, found.usable, found.exit_code) == (3, 0, ExitCode.NO_CHECKPOINT)
 
 
@@ -318,7 +322,7 @@ def test_what_is_evicted_while_it_is_looked_at_is_no_damage(paths: RunPaths, mon
 
     find = room.find_faults
     monkeypatch.setattr(room, "find_faults", evict_first)
-    found = verify(paths.root)
+    found = verify(ReadableRun.at(paths.root))
     assert [entry.checkpoint for entry in found.checkpoints] == [MIDDLE, NEW]
     assert found.notices == [f"{OLD} left the ring while it was looked at"]
     assert found.exit_code == ExitCode.DONE
@@ -390,7 +394,7 @@ def test_a_checkpoint_that_is_damaged_in_the_ring_and_sound_in_memory(paths: Run
     (entry,) = [entry for entry in read_listing(paths.root).checkpoints if entry.checkpoint == MIDDLE]
     assert (entry.status, entry.batch, entry.tiers) == ("good", 40, ["fast", "durable"])
     assert str(paths.ring) in (entry.fault or "")
-    (found,) = verify(paths.root, [MIDDLE]).checkpoints
+    (found,) = verify(ReadableRun.at(paths.root), [MIDDLE]).checkpoints
     assert (found.sound, [(fault.tier, fault.file) for fault in found.faults]) == (
         ["fast"],
         [("durable", "manifest.json")],
@@ -406,7 +410,7 @@ def test_a_slot_whose_manifest_is_truncated_is_named(paths: RunPaths, tier: Slot
     for words in ("list", "verify"):
         assert f"slot-01: the manifest {manifest} is damaged" in command(words, paths.root).stdout
     manifest.unlink()
-    assert verify(paths.root).damaged_slots == [], "a slot without one holds nothing"
+    assert verify(ReadableRun.at(paths.root)).damaged_slots == [], "a slot without one holds nothing"
 
 
 def test_a_job_gets_the_slots_that_are_looked_at(
@@ -427,7 +431,7 @@ def test_a_job_gets_the_slots_that_are_looked_at(
 
     find = room.find_faults
     monkeypatch.setattr(room, "find_faults", use_the_slot)
-    found = verify(paths.root)
+    found = verify(ReadableRun.at(paths.root))
     assert found.checkpoints == []
     assert found.notices == [f"{name} left memory while it was looked at" for name in (MIDDLE, NEW)]
 
@@ -471,11 +475,11 @@ def test_the_shards_that_other_hosts_have_in_memory_are_not_missing(paths: RunPa
     tiers.point_to_fast_tier(paths, tier, hosts=2)
     for number in (0, 1):
         (tier.slot(number) / shard_name(1)).unlink()
-    found = verify(paths.root)
+    found = verify(ReadableRun.at(paths.root))
     assert found.exit_code == ExitCode.DONE
     assert "only the shards of this one were looked at" in found.notices[-1]
     damage(tier.slot(1) / shard_name(0))
-    assert [fault.file for fault in verify(paths.root).checkpoints[-1].faults] == [shard_name(0)]
+    assert [fault.file for fault in verify(ReadableRun.at(paths.root)).checkpoints[-1].faults] == [shard_name(0)]
 
 
 def test_what_is_in_memory_of_another_host_is_told(paths: RunPaths, tier: SlotPaths) -> None:

@@ -10,15 +10,18 @@ from rich.console import Console
 
 from recorded_run import RecordedRun, hold, stopped_by_themselves
 from rollback.agent.fork_server import run_script
+from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.training import (
     Accepted,
     AttemptEnded,
     AttemptStarted,
     Fetched,
+    FinalStateLost,
     Finished,
     LastSnapshotMade,
     NoLastSnapshot,
     RunEnded,
+    ScriptLeft,
     Signalled,
     Stopped,
     StuckAtExit,
@@ -230,6 +233,33 @@ def test_what_a_run_has_accepted_and_could_not_keep_is_told_by_why_and_audit(
     out = io.StringIO()
     print_audit(Console(file=out, width=2000), audit)
     assert "; ".join(remarks) in out.getvalue()
+
+
+@pytest.mark.parametrize("ends", ["of itself", "supervised", "without a word", "on a full disk"])
+def test_how_a_script_left_its_loop_or_lost_its_final_state_is_told_in_the_same_words_everywhere(
+    run: RecordedRun, ends: str
+) -> None:
+    words, cause, how, code = SCRIPT_LEFT, "all ranks ended", "left", 1
+    if ends == "without a word":
+        cause = SCRIPT_LEFT
+    elif ends == "on a full disk":
+        run.tell(5, FinalStateLost(step=63, batch=126, checkpoint=None, steps=63, reason="the disk is full"))
+        how, words, code = "finished", "the training loop ended, but its last 63 updates are in no checkpoint", 74
+    else:
+        run.tell(5, ScriptLeft(step=63, batch=126, unjudged=0, checkpoint=None))
+    if ends != "of itself":
+        run.tell(1, AttemptStarted(command=("torchrun",), host="h", pid=1))
+        run.tell(6, AttemptEnded(status=0, cause=cause, step=63, seconds=6.0))
+        run.tell(6, RunEnded(exit_code=code, reason=words))
+    audit = compile_audit(read_run_contents(run.paths.root))
+    entry, ending, why = audit.attempts[0], read_status(run.paths.root).ending, read_attempt_report(run.paths.root)
+    assert (entry.ended, entry.cause, entry.at_least) == (how, words, False)
+    assert audit.ending is not None
+    assert ending is not None
+    assert audit.ending.account == ending.account == words
+    assert why.cause == (words if how == "left" else None)
+    print_audit(Console(file=(out := io.StringIO()), width=2000), audit)
+    assert f"{how}: {words}" in out.getvalue()
 
 
 def death_in(text: str) -> str:

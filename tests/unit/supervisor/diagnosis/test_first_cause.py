@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord, merely_noticed
@@ -93,6 +94,8 @@ ASSERT = "CUDA error: device-side assert triggered"
         (RankEnd(0, failure(0, 1, "ValueError: no such sample")), "exception"),
         (RankEnd(0, failure(0, 1, "AssertionError:")), "exception"),
         (RankEnd(0, failure(0, 1, "RuntimeError: " + GLOO)), "lost_peer"),
+        (RankEnd(0, failure(0, -15, "ValueError: no such sample")), "exception"),
+        (RankEnd(0, failure(0, -9, "RuntimeError: " + GLOO, ended=True)), "lost_peer"),
         (raised(0, "RuntimeError", GLOO_TIMEOUT), "timeout"),
         (raised(0, "RuntimeError", GLOO), "lost_peer"),
         (raised(0, "torch.distributed.DistBackendError", NCCL), "lost_peer"),
@@ -396,6 +399,14 @@ class TestInWords:
         found = self.told(RankEnd(0, failure(0, 1, "ValueError: no such sample")))
         assert found == "rank 0 (pid 10) exited with status 1: ValueError: no such sample"
 
+    def test_what_a_rank_raised_that_could_not_record_it_is_told_also_where_torchrun_ended_it(self) -> None:
+        ends = [
+            RankEnd(0, failure(0, -15, "ValueError: no such sample")),
+            RankEnd(1, failure(1, 1, "RuntimeError: " + GLOO)),
+        ]
+        found = self.told(*ends)
+        assert found == "rank 0 (pid 10) raised ValueError: no such sample; then rank 1 failed too"
+
     def test_what_torchrun_itself_raised_is_told(self) -> None:
         assert self.told(error="RendezvousConnectionError: no answer") == (
             "torchrun failed with RendezvousConnectionError: no answer"
@@ -403,7 +414,9 @@ class TestInWords:
 
     def test_what_we_ended_ourselves_is_not_called_a_failure(self) -> None:
         assert self.told(status=-9, told=True) == "ended on request, before the ranks had stopped together"
-        assert self.told(status=0) == "all ranks ended"
+        assert self.told(status=0) == SCRIPT_LEFT
+        done = replace(evidence(status=0), finished=Finished(step=39, batch=39))
+        assert cause(done, first_cause(done, [])) == "all ranks ended"
         behind = replace(evidence(-9, told=True), finished=Finished(step=39, batch=39))
         assert cause(behind, first_cause(behind, [])) == ("ended on request, behind the training, which is complete")
         exiting = replace(evidence(1, told=True), stopped=PREEMPTED)
@@ -419,7 +432,10 @@ class TestInWords:
 
     def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
         assert self.told(status=-9) == "torchrun was killed by signal 9 (SIGKILL)"
-        for_memory = replace(evidence(), left=HostOutcome(status=-9, oom_hosts=("node",)))
+        elsewhere = replace(evidence(), left=HostOutcome(status=-9, oom_hosts=("node",)))
+        assert cause(elsewhere, first_cause(elsewhere, [])) == "torchrun was killed by signal 9 (SIGKILL)"
+        left = HostOutcome(status=-9, oom_hosts=("node",), torchrun_oom_killed=True)
+        for_memory = replace(evidence(), left=left)
         told = "torchrun was killed by signal 9 (SIGKILL) (the kernel was out of memory)"
         assert cause(for_memory, first_cause(for_memory, [])) == told
         assert self.told(status=3) == "torchrun exited with status 3 and left no account"

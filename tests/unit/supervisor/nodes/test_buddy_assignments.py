@@ -1,6 +1,8 @@
 """The leader's part in copies of snapshots on other hosts."""
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -21,7 +23,7 @@ from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
-from rollback.supervisor import supervise
+from rollback.supervisor import patient_reading, supervise
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.diagnosis.outcome import HostOutcome
@@ -328,6 +330,31 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     last_snapshot_result.write_result(marks, LastSnapshotResult(attempt=1, rank=0, reason="a rank"))
     end_marks.prepare(marks)
     assert last_snapshot_on_host(paths) is None, "another attempt has begun"
+
+
+@pytest.mark.parametrize("name", ["run.json", "journal/train.jsonl"])
+def test_a_disk_that_refuses_the_record_for_a_moment_does_not_end_the_run_between_two_attempts(
+    paths: RunPaths, buddy: Buddy, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_identity(paths, IDENTITY)
+    journal = Journal(paths.train_journal, 3)
+    journal.append(NoLastSnapshot(reason="a test"))
+    journal.close()
+    refusals, open_file, said = [errno.EIO], os.open, list[str]()
+
+    def refused(path: Any, *how: Any, **more: Any) -> int:
+        if str(path).endswith(Path(name).name) and refusals:
+            raise OSError(refusals.pop(), "Input/output error", str(path))
+        return open_file(path, *how, **more)
+
+    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
+    assignments = BuddyAssignments(OwnNode(paths, place(), said.append, buddy=buddy), lambda fact: None)
+    ready = assignments.get_ready()
+    monkeypatch.setattr(os, "open", refused)
+    arranged = assignments.arrange(ready, ("node-0", "node-1"), [report(kept=kept_by(3, "c000007-s00000007"))])
+    assert arranged is not None
+    assert (arranged.run, arranged.wanted) == (IDENTITY.run_id, ("c000007-s00000007",))
+    assert [line.partition(";")[2] for line in said] == [" it is tried again for 10 s"]
 
 
 def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_have_kept(

@@ -152,6 +152,8 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     assert (lost.status, lost.lost_nodes) == (-9, ("node-1",))
     starved = {host: HostOutcome(status=1, oom_hosts=(host,)) for host in ("node-1", "node-2")}
     assert merged(HostOutcome(status=1), starved).oom_hosts == ("node-1", "node-2")
+    torchrun = HostOutcome(status=-9, oom_hosts=("node-1",), torchrun_oom_killed=True)
+    assert merged(HostOutcome(status=-9), {"node-1": torchrun}).torchrun_oom_killed
     refusal = Refusal(exit_code=78, message="another model")
     assert merged(HostOutcome(status=0), {"node-1": HostOutcome(status=0, refusal=refusal)}).refusal == refusal
     unrecorded = Unrecorded(step=9, why="no space left")

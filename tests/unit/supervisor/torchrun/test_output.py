@@ -185,6 +185,21 @@ def test_a_disk_that_fails_when_it_is_asked_of_an_exception_ends_no_reading(
     host.close()
 
 
+def test_where_no_thread_can_be_made_the_output_is_torchrun_s_own_affair(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with Output(tmp_path, lambda attempt: tmp_path / "logs", listener).of_attempt(1, JOB) as streams:
+        assert (streams.job, streams.stdout, streams.stderr) == (JOB, None, None)
+        assert os.listdir("/proc/self/fd") == before
+    (said,) = listener.said
+    assert "(starting a thread (rank output): can't start new thread); the run goes on" in said
+
+
 @pytest.mark.parametrize("to_be_had", [0, 1])
 def test_where_no_pipe_can_be_made_the_output_is_torchrun_s_own_affair(
     tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch, to_be_had: int

@@ -1,19 +1,23 @@
 """The processes below a supervisor."""
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from rollback.errors import RollbackError
 from rollback.rundir.heartbeats import LEAVING, Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.torchrun import processes
 from rollback.supervisor.torchrun.host import Running
-from rollback.supervisor.torchrun.processes import descendants, reap, send
+from rollback.supervisor.torchrun.processes import descendants, ranks_of, reap, send
 
 
 def ended(status: int) -> "subprocess.Popen[bytes]":
@@ -52,6 +56,37 @@ def test_what_a_tracker_starts_later_is_not_of_an_attempt() -> None:
                 process.kill()
         tracker.communicate()
         rank.communicate()
+
+
+def test_a_child_of_torchrun_that_ends_meanwhile_hides_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a script without a guard would be ended at once when it is told to stop: no rank seems to be there."""
+    gone, rank = ended(0), subprocess.Popen(["sleep", "60"])
+    listed = [psutil.Process(gone.pid), psutil.Process(rank.pid)]
+    gone.wait()
+    monkeypatch.setattr(psutil.Process, "children", lambda self: listed)
+    try:
+        assert ranks_of(os.getpid()) == listed[1:]
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_a_shortage_that_passes_ends_no_run_between_two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals, popen = [errno.EAGAIN, errno.ENOMEM], subprocess.Popen
+
+    def refused(*given: Any, **more: Any) -> "subprocess.Popen[bytes]":
+        if refusals:
+            raise OSError(refusals[-1], os.strerror(refusals.pop()))
+        return popen(*given, **more)
+
+    monkeypatch.setattr(processes, "_POLL", 0.0)
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    assert processes.start(["true"], {**os.environ}).wait() == 0
+    for lasting, seconds in ((errno.E2BIG, 10.0), (errno.EAGAIN, -1.0)):
+        monkeypatch.setattr(processes, "_SHORT_FOR", seconds)
+        refusals[:] = [lasting]
+        with pytest.raises(RollbackError, match=f"starting torchrun: {os.strerror(lasting)}"):
+            processes.start(["true"], {**os.environ})
 
 
 def test_a_process_of_another_user_does_not_keep_others_from_being_signalled() -> None:

@@ -80,11 +80,11 @@ def test_a_run_of_ours_exported_for_dcp_begins_another_run(tmp_path: Path) -> No
     from rollback.inspect.ring.at_url import ReadableRun
 
     train(TOY, tmp_path / "first")
-    export_dcp(ReadableRun(tmp_path / "first", "first"), None, tmp_path / "dcp")
+    export_dcp(ReadableRun.at(tmp_path / "first"), None, tmp_path / "dcp")
     train(TOY.but(max_steps=1).with_settings(init=str(tmp_path / "dcp")), tmp_path / "second")
     init = facts(tmp_path / "second", Attached)[0].init
     assert (init.tensors, init.optimizer) == (9, 18)
-    export(tmp_path / "first", "final", tmp_path / "model.safetensors")
+    export(ReadableRun.at(tmp_path / "first"), "final", tmp_path / "model.safetensors")
     train(TOY.with_settings(init=tmp_path / "model.safetensors").but(max_steps=1), tmp_path / "third")
     two, three = (facts(tmp_path / name, Attached)[0].init for name in ("second", "third"))
     assert two.tensors == three.tensors
