@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from rollback.sentinel.baseline import TAIL_TO_SIGMA, Baseline
+from rollback.sentinel.objective import Seen
 from rollback.sentinel.presets import Preset
 from rollback.sentinel.slow import HAS_COME_DOWN, LITTLE_LOST, STAYS_LOST
 
@@ -80,15 +81,15 @@ class Scale(NamedTuple):
     """The level is so near zero that ratios to it mean nothing: only a return to the first losses is damage."""
 
     @classmethod
-    def of(cls, baseline: Baseline, start: float, largest: float) -> "Scale":
-        """The scale from a baseline and the typical first loss. largest: as in `Seen`."""
+    def of(cls, baseline: Baseline, start: float, seen: Seen) -> "Scale":
+        """The scale from a baseline, the typical first loss, and what was seen."""
         level = baseline.level
         progress = max(0.0, start - level)
         least = max(_LEAST_NOISE_OF_PROGRESS * progress, _LEAST_NOISE_OF_LEVEL * abs(level), math.ulp(0.0))
         noise = max(baseline.noise(), least)
         measurable = progress > _LEAST_PROGRESS_IN_NOISE * noise
         if not measurable and baseline.mostly_zero:  # the few others are not in the noise, or soon no longer
-            noise = min(max(noise, largest / TAIL_TO_SIGMA), _NOT_KNOWN)
+            noise = min(max(noise, seen.largest / TAIL_TO_SIGMA), _NOT_KNOWN)
         return cls(level, noise, progress if measurable else 0.0, measurable and 0 <= level < _SOLVED * start)
 
     def read(self, step: int, loss: float, log_norm: float | None, norm_height: float | None) -> MeasuredObservation:
@@ -98,9 +99,9 @@ class Scale(NamedTuple):
             step,
             loss,
             log_norm,
-            _cut(above / self.noise, _HEIGHT_KEPT),
-            _cut(above / self.progress, _HEIGHT_KEPT) if self.progress else 0.0,
-            None if norm_height is None else _cut(norm_height, _NORM_COUNTED),
+            max(-_HEIGHT_KEPT, min(above / self.noise, _HEIGHT_KEPT)),
+            max(-_HEIGHT_KEPT, min(above / self.progress, _HEIGHT_KEPT)) if self.progress else 0.0,
+            None if norm_height is None else max(-_NORM_COUNTED, min(norm_height, _NORM_COUNTED)),
         )
 
     @property
@@ -354,7 +355,3 @@ def _returns(last: list[MeasuredObservation], by: int) -> bool:
         return False
     slope = sum((step - middle) * log for step, log in zip(steps, logs, strict=True)) / spread
     return steps[-1] < by and sum(logs) / len(logs) + slope * (by - middle) < math.log(LOW)
-
-
-def _cut(value: float, bound: float) -> float:
-    return max(-bound, min(value, bound))

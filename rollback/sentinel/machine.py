@@ -107,7 +107,7 @@ class Sentinel:
         if loss is None or (hints is not Hint.NONE and Hint.SCALER_SKIPPED in hints):
             return Verdict(Kind.HEALTHY, step)
         log_norm = math.log(norm) if norm is not None and norm > 0 else None
-        self._seen.note(loss)
+        self._seen.teeth.add(loss, self._seen.noise)
         if self._state is State.LEARNING:
             self._accept(loss, log_norm)
             return Verdict(self._move(Event.READY if self._loss.ready else Event.CALM), step)
@@ -140,7 +140,7 @@ class Sentinel:
         if step < self._asks_from or self._excused or self._state not in (State.HEALTHY, State.WATCHING):
             return None
         if (excursion := self._excursion) is not None:
-            found = about_excursion(excursion, Scale.of(self._loss, self._start, self._seen.largest))
+            found = about_excursion(excursion, Scale.of(self._loss, self._start, self._seen))
         elif (rise := self._drift.unexplained()) is not None:
             found = OpenQuestion(rise.onset, rise.reference, rise.value, self._drift.noise_at_lowest)
         else:
@@ -171,8 +171,10 @@ class Sentinel:
         return self._loss.recent()
 
     def _measure(self, step: int, loss: float, log_norm: float | None) -> tuple[MeasuredObservation, Scale]:
-        scale = Scale.of(self._loss, self._start, self._seen.largest)
-        return scale.read(step, loss, log_norm, self._norm_height(log_norm)), scale
+        scale, norm_height = Scale.of(self._loss, self._start, self._seen), None
+        if log_norm is not None and self._norm.ready:
+            norm_height = (log_norm - self._norm.level) / max(self._norm.noise(), _LEAST_NORM_NOISE)
+        return scale.read(step, loss, log_norm, norm_height), scale
 
     def _judge(self, step: int, loss: float, log_norm: float | None) -> Verdict:
         reading, scale = self._measure(step, loss, log_norm)
@@ -338,11 +340,6 @@ class Sentinel:
         """The forerunner of what begins at `step`: a blip, or a gradient norm that stood out alone; else `step`."""
         forerunner = self._forerunner
         return forerunner if forerunner is not None and 0 <= step - forerunner <= FORGETS_AFTER else step
-
-    def _norm_height(self, log_norm: float | None) -> float | None:
-        if log_norm is None or not self._norm.ready:
-            return None
-        return (log_norm - self._norm.level) / max(self._norm.noise(), _LEAST_NORM_NOISE)
 
     def _accept(self, loss: float, log_norm: float | None) -> None:
         self._loss.accept(loss)

@@ -156,7 +156,8 @@ class Seen:
 
     def _restart(self) -> None:
         self._losses, self._norms = Range(), Range()
-        self._noise: float | None = None  # when the loss was lowest
+        self.noise: float | None = None
+        """Of the loss when it was lowest; None: not known yet."""
         self._climbs, self._climbed, self.teeth = Climbs(), 0.0, Teeth()
         self._last: deque[float] = deque(maxlen=_SETTLED_BLOCKS)
         self._beyond = 0
@@ -169,24 +170,21 @@ class Seen:
             self._largest = self._next_largest = 0.0
             self._unlike_zero = 0
 
-    def note(self, loss: float) -> None:
-        """Add any finite loss, those of incidents too."""
-        self.teeth.add(loss, self._noise)
-
     def update(self, loss: float, log_norm: float | None, noise: Callable[[], float | None]) -> None:
         """Add an accepted observation. noise: says what it is now; None: not known yet."""
         if log_norm is not None:
             self._norms.add(log_norm)
         self._unlike_zero += loss != 0 and self._unlike_zero < _FEWEST_UNLIKE_ZERO
-        self.came_back(loss)
+        if abs(loss) > self._next_largest:
+            self.came_back(loss)
         lowest = self._losses.lowest
         median = self._losses.add(loss)
         if median is None:
             return
         self._last.append(median)
-        if median < lowest or self._noise is None:
-            self._noise = noise()
-        self._climbed = max(self._climbed, self._climbs.add(median, self._noise) or 0.0)
+        if median < lowest or self.noise is None:
+            self.noise = noise()
+        self._climbed = max(self._climbed, self._climbs.add(median, self.noise) or 0.0)
 
     def came_back(self, *losses: float) -> None:
         """Remember how far from zero losses were that did not stay there."""
@@ -211,7 +209,7 @@ class Seen:
             return self.objective == "supervised"
         if self._measured_before or (low := self._climbs.low) is None:
             return True
-        noise, lowest = self._noise or noise, min(self._losses.lowest, level)  # medians lag behind a descent
+        noise, lowest = self.noise or noise, min(self._losses.lowest, level)  # medians lag behind a descent
         came_down = max(0.0, start - lowest)
         if max(self._climbed, self.teeth.height) > _MOST_CLIMBED * came_down:
             return False
@@ -242,7 +240,7 @@ class Seen:
             "measured_before": self._measured_before,
             "largest": [self._next_largest, self._largest],
             "unlike_zero": self._unlike_zero,
-            "noise": self._noise,
+            "noise": self.noise,
             "low": self._climbs.low,
             "top": self._climbs.top,
             "climbed": self._climbed,
@@ -261,7 +259,7 @@ class Seen:
         self._measured_before = state["measured_before"]
         self._next_largest, self._largest = state.get("largest", (0.0, 0.0))
         self._unlike_zero = state.get("unlike_zero", 0)
-        self._noise, self._climbed, self._beyond = state["noise"], state["climbed"], state["beyond"]
+        self.noise, self._climbed, self._beyond = state["noise"], state["climbed"], state["beyond"]
         self._climbs.low, self._climbs.top = state["low"], state["top"]
         self.teeth = Teeth()
         if "teeth" in state:

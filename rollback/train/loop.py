@@ -1,7 +1,6 @@
 """The training loop behind a guard: it hands out batches, and does all other work between two of them."""
 
 import atexit
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -97,7 +96,7 @@ class TrainingLoop:
         self.step_in_progress.updates.require_scale()
         self._carry_out(ServeRequests() if self.requests.starting else self._end_step())
         while not self.passes.interrupted:
-            with suppress(TrainingMoved):
+            try:
                 if self.training_end.is_due:
                     self._settle()
                     self._end_pass(self.training_end.by_max_steps, final=True)
@@ -113,6 +112,8 @@ class TrainingLoop:
                     self._end_pass("the end of the data")
                     break
                 self.passes.cross()
+            except TrainingMoved:
+                pass
         raise StopIteration
 
     def finish(self, by: str) -> bool:
@@ -183,7 +184,8 @@ class TrainingLoop:
                 self.unseen_writes.at_end()
             self.last_snapshot.mark_end()
         rehearsed = self.pass_rehearsal.due and self.batches.nothing_is_left()
-        if rehearsed or (between_steps and self._snapshot_due()):
+        due = between_steps and self.judge.calm and self.schedule.due(self.judge.beat)
+        if rehearsed or (due and self.batches.may_resume_here()):
             self._take_snapshot(rehearsed=rehearsed)
         if between_steps and self.judge.before_next_batch:
             self._settle()
@@ -267,9 +269,6 @@ class TrainingLoop:
         return self.step_in_progress.first_batch is None and self.batches.may_resume_here(between=True)
 
     # Snapshots and ends --------------------------------------------------------------------------------------------
-
-    def _snapshot_due(self) -> bool:
-        return self.judge.calm and self.schedule.due(self.judge.beat) and self.batches.may_resume_here()
 
     def _take_snapshot(self, *, rehearsed: bool) -> None:
         """Take a snapshot at this step's end, or see to what a rehearsal needs.

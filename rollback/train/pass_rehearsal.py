@@ -61,7 +61,7 @@ class PassRehearsal:
         if self._under_way is None:
             return
         (gradients, put_back_step), self._under_way = self._under_way, None
-        self._rewinder.rehearsing &= not self._step.update_made  # else DDP's buckets are cut now
+        self._rewinder.rehearsing &= not self._step.updates.attempted  # else DDP's buckets are cut now
         if (held := self._held) is not None:
             self._rewinder.put_back_probe(held, gradients)
         else:

@@ -126,12 +126,7 @@ class StepInProgress:
     @property
     def updated(self) -> bool:
         """Whether the update was made, or dropped by a gradient scaler."""
-        return self.batches > 0 and self.update_made
-
-    @property
-    def update_made(self) -> bool:
-        """As `updated`, whatever the batches were."""
-        return self.updates.happened or self.updates.attempted
+        return self.batches > 0 and self.updates.attempted
 
     def evaluates(self) -> bool:
         """Whether the script seems to evaluate, behind the update: an exception leaves the model's mode as it is, and
@@ -144,7 +139,7 @@ class StepInProgress:
         counters.note_update(self.batches, last_of_epoch=epoch_end == cursor.batch)
         rate_before = None if self._epoch_began else counters.learning_rate
         hints = self._state.note_learning_rate()
-        self._advisor.note_rate(rate_before)
+        self._advisor.rates.note(counters.step, cursor.epoch, counters.learning_rate, rate_before, counters.first_rate)
         if self._epoch_began:
             hints |= Hint.EPOCH
         self._evidence.end_step(counters.step, self._losses, self.updates.gradients)

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from rollback.system.durable import open_regular, read_tail
 from rollback.system.lines import json_number
 
+_quoted = json.encoder.encode_basestring_ascii
 _PIECE = 8 << 20  # bytes read at a time
 _TAIL = 1 << 16  # bytes
 
@@ -33,7 +34,7 @@ def metric_line(
     """The line of a `Metric`. One is written at every step, so no object is made for it."""
     return (
         f'{{"step": {step}, "batch": {batch}, "loss": {_number(loss)}, "grad_norm": {_number(grad_norm)}, '
-        f'"verdict": {json.dumps(verdict)}, "attempt": {attempt}, "timeline": {timeline}}}'
+        f'"verdict": {_quoted(verdict)}, "attempt": {attempt}, "timeline": {timeline}}}'
     )
 
 

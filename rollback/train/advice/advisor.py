@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 
+from rollback.errors import EARLY
 from rollback.sentinel import Kind, Verdict
 from rollback.train.advice.habits import Habit, Habits
-from rollback.train.advice.layers import Layers
+from rollback.train.advice.layers import EVERY, Layers
 from rollback.train.advice.script_rates import ScriptRates
 from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.comm.beat import Beat
@@ -100,6 +101,7 @@ _CLIPPED_SHARE = 0.5  # of these updates
 _SCALED = 5
 _SPIKES = 3
 _UNCLIPPED = 100  # updates without a write to any gradient
+_SELDOM = 16  # updates between two looks at what is not kept, behind the first ones
 _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
 
 
@@ -110,32 +112,29 @@ class Advisor:
     """
 
     def __init__(self, state: TrainingState, updates: Updates, model: nn.Module, unkept: UnkeptState) -> None:
-        self._state, self._updates = state, updates
+        self._updates = updates
         self.unkept, self._without_grad = unkept, 0
-        self._layers, self._rates = Layers(state.model), ScriptRates(state.objects.values())
+        self._layers, self.rates = Layers(state.model), ScriptRates(state.objects.values())
         self._habits = Habits(updates, state.optimizer, state.objects.get("scaler"), model)
         self.habit = Habit(0)
         """That of the newest update whose step has ended."""
-        self._transformer = any(_is_attention(module) for module in state.model.modules())
         self._optimizer = type(state.optimizer)
         # Others clip by themselves, or need no clipping.
-        self._plain_optimizer = self._optimizer.__name__ in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
+        plain = self._optimizer.__name__ in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
+        self._may_want_clipping = plain and any(_is_attention(module) for module in state.model.modules())
+        self._count = 0
+        """Of updates whose step has ended."""
         self._late = self._undivided = self._averaged = 0
         self._clipped: list[tuple[float, float] | None] = []
         self._early = True
         self._scaled: deque[tuple[float, float]] = deque(maxlen=_SCALED)
         self._unwritten = self._spikes = self._unobserved = 0
 
-    def note_rate(self, before: float | None) -> None:
-        """An update is made, with the learning rate that the counters have. before: the rate of the one before it;
-        None: not known."""
-        counters = self._state.counters
-        if (rate := counters.learning_rate) is not None:
-            self._rates.note(counters.step, self._state.cursor.epoch, rate, before, counters.first_rate)
-
     def end_step(self, batches: int) -> None:
         """The step of the newest update has ended, and its beat is about to be sent. batches: its number of batches."""
-        self._layers.look(self._updates.gradients)
+        self._count += 1
+        if not self._count % EVERY:
+            self._layers.look(self._updates.gradients)
         self.habit = self._habits.end_step(batches)
 
     def judge(self, beat: Beat, verdict: Verdict) -> list[tuple[str, str]]:
@@ -146,13 +145,13 @@ class Advisor:
         return [
             *([filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
             *([filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
-            *self._rates.advice(),
-            *self.unkept.advice(),
+            *self.rates.found,
+            *(self.unkept.advice() if self._count <= EARLY or not self._count % _SELDOM else ()),
             *([CLIPPED_AFTER_STEP] if self._late >= _UPDATES else ()),
             *(self._of_accumulation(habit, beat) if habit.batches > 1 else ()),
             *self._of_clipping(habit, beat),
-            *self._of_spikes(habit, verdict),
-            *self._layers.advice(),
+            *(self._of_spikes(habit, verdict) if self._may_want_clipping else ()),
+            *self._layers.found.items(),
         ]
 
     def without_update(self, batches: int) -> Iterator[tuple[str, str]]:
@@ -211,9 +210,8 @@ class Advisor:
     def _of_spikes(self, habit: Habit, verdict: Verdict) -> list[tuple[str, str]]:
         self._spikes += verdict.kind is Kind.SPIKE or verdict.ended is not None
         self._unwritten = self._unwritten + 1 if habit.written is False else 0
-        if not (self._transformer and self._plain_optimizer) or self._spikes < _SPIKES or self._unwritten < _UNCLIPPED:
-            return []
-        return [filled(NEVER_CLIPPED, spikes=self._spikes)]
+        lacks_it = self._spikes >= _SPIKES and self._unwritten >= _UNCLIPPED
+        return [filled(NEVER_CLIPPED, spikes=self._spikes)] if lacks_it else []
 
 
 def _is_one_limit(seen: Collection[tuple[float, float]]) -> bool:

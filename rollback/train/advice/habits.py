@@ -63,6 +63,7 @@ class Habits:
         self._looks = self._late_looks = _SAMPLED
         self._now = _Noticed()
         self._hook: Any = None
+        self._watch: BackwardWatch | None = None
         self._averages = False
         updates.on_begin.append(self._before_step)
         updates.on_forget.append(self._forget)
@@ -97,8 +98,9 @@ class Habits:
         if self._late_looks == 0 and self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self._late_looks == self._looks == 0 and not self._averages:
+        if self._late_looks == self._looks == 0 and not self._averages and self._watch is not None:
             self._watch.remove()  # nothing of what it notices is asked any more
+            self._watch = None
         return Habit(
             batches=batches,
             written=now.written,

@@ -54,27 +54,21 @@ class Layers:
             if isinstance(module, nn.Embedding) and module.weight.requires_grad and module.weight.numel()
             if not is_sharded(module.weight)
         ]
-        self._updates = 0
         self._coming: tuple[list[str], Tensor] | None = None
         self._vanished: dict[str, int] = defaultdict(int)
         self._largest: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=GROWTH_LOOKS + 1))
-        self._advice: list[tuple[str, str]] = []
+        self.found: dict[str, str] = {}
+        """The advice so far: text by code."""
         self.heaviest: str | None = None
         """The layer with the largest gradient at the last look; None: not known."""
 
     def look(self, norms: GradientNorms | None) -> None:
-        """An update was made, with these gradients; None: not known."""
-        self._updates += 1
-        if self._updates % EVERY or norms is None or norms.squares is not None:
+        """An update was made, with these gradients; None: not known. Call it once in `EVERY` updates."""
+        if norms is None or norms.squares is not None:
             return
         if self._coming is not None:
             self._read(*self._coming)
         self._coming = self._begin(norms)
-
-    def advice(self) -> list[tuple[str, str]]:
-        """What was found since the last call: code and text."""
-        found, self._advice = self._advice, []
-        return found
 
     @torch.no_grad()
     def _begin(self, norms: GradientNorms) -> tuple[list[str], Tensor]:
@@ -109,7 +103,7 @@ class Layers:
         if LOOKS in self._vanished.values():
             gone = [layer for layer, looks in self._vanished.items() if looks >= LOOKS]
             layers = first_few(gone, _NAMED)
-            self._advice.append(filled(VANISHING, layers=layers, looks=LOOKS, updates=LOOKS * EVERY))
+            self._tell(VANISHING, layers=layers, looks=LOOKS, updates=LOOKS * EVERY)
 
     def _judge_rows(self, layer: str, norm: float, row: float, median: float) -> None:
         past = self._largest[layer]
@@ -120,12 +114,14 @@ class Layers:
         half = len(steps) // 2
         unabated = sum(steps[half:]) >= _UNABATED * sum(steps[:half])
         if min(steps) > 0 and unabated and norm > _GROWN * past[0] and norm > _ABOVE_OTHERS * median:
-            self._advice.append(
-                filled(
-                    GROWING_ROWS, layer=layer, row=int(row), norm=norm, times=norm / median, growth=norm / past[0],
-                    updates=GROWTH_LOOKS * EVERY,
-                )
+            self._tell(
+                GROWING_ROWS, layer=layer, row=int(row), norm=norm, times=norm / median, growth=norm / past[0],
+                updates=GROWTH_LOOKS * EVERY,
             )  # fmt: skip
+
+    def _tell(self, advice: tuple[str, str], **values: object) -> None:
+        code, text = filled(advice, **values)
+        self.found.setdefault(code, text)
 
 
 def _layer_of(name: str) -> str:

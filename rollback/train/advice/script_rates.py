@@ -9,7 +9,7 @@ step between two, and a skip window may have led over that.
 import dis
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -36,17 +36,20 @@ class ScriptRates:
         """Epoch and rate by step."""
         self._last: int | None = None
         self._compared = 0
-        self._found: tuple[str, str] | None = None
+        self.found: list[tuple[str, str]] = []
+        """The advice, once there is one: code and text."""
 
-    def note(self, step: int, epoch: int, rate: float, before: float | None, first: float | None) -> None:
+    def note(self, step: int, epoch: int, rate: float | None, before: float | None, first: float | None) -> None:
         """An update is made. before: the rate of the one before it; first: of the run's first one. None: not known."""
+        if rate is None:
+            return
         if self._last is None or step <= self._last:
             self._compared = _COMPARED if step else 0
         if self._compared and not self._by_metric:
             self._compared -= 1
             told = self._told(step, epoch, rate, before, first)
-            if told is not None and self._found is None:
-                self._found = filled(RATE_NOT_KEPT, step=step, now=rate, told=told)
+            if told is not None and not self.found:
+                self.found = [filled(RATE_NOT_KEPT, step=step, now=rate, told=told)]
         self._last = step
         self._had[step] = epoch, rate
         if len(self._had) > _REMEMBERED:
@@ -62,11 +65,6 @@ class ScriptRates:
             return None
         anew = math.isclose(rate, first) and not math.isclose(before, first)
         return f"that of the run's first one, and the update before it had {before:g}" if anew else None
-
-    def advice(self) -> Iterator[tuple[str, str]]:
-        """What was found: code and text."""
-        if self._found is not None:
-            yield self._found
 
 
 def _may_begin_anew(scheduler: LRScheduler) -> bool:

@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from rollback.errors import EARLY
 from rollback.train.advice.carried_tensors import CarriedTensors
 from rollback.train.advice.optimizer_attributes import OptimizerAttributes, goes_on, tells_itself
 from rollback.train.advice.script_tensors import copies_of_script, modules_of_script, tensors_of, tensors_of_script
@@ -96,11 +95,10 @@ EVALUATION_DRAWS = (
 )
 
 _FIRST = 10  # updates: a generator that has drawn in none of them has drawn the first weights
-_SELDOM = 16  # updates between two looks, behind the first ones: what is found stays there
 _LOOKS = 5  # in all of which a count must go on
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
 
-_WATCHING: "weakref.WeakSet[UnkeptState]" = weakref.WeakSet()
+_WATCHING: "list[weakref.ref[UnkeptState]]" = []
 _KEPT_LOADERS: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
 
 
@@ -117,8 +115,9 @@ def _watch_all_steps() -> None:
 
 
 def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for watching in [*_WATCHING]:
-        watching.stepped(optimizer)
+    for known in _WATCHING:
+        if (watching := known()) is not None:
+            watching.stepped(optimizer)
 
 
 class _Watched(NamedTuple):
@@ -171,7 +170,7 @@ class UnkeptState:
         """Of the modules, at the last looks."""
         self._looks = 0
         self.watch(variables)
-        _WATCHING.add(self)
+        _WATCHING[:] = [*(known for known in _WATCHING if known() is not None), weakref.ref(self)]
         _watch_all_steps()
 
     def watch(self, variables: Sequence[tuple[str, Any]]) -> None:
@@ -197,10 +196,9 @@ class UnkeptState:
         return [optimizer for optimizer, batches in self._seen.items() if len(batches) == _BATCHES]
 
     def advice(self) -> Iterator[tuple[str, str]]:
-        """What is found behind an update: code and text. Ask it once in each."""
+        """What is found behind an update: code and text. Ask it once in each of the first ones, and later now and then:
+        what is found stays there."""
         self._looks += 1
-        if self._looks > EARLY and self._looks % _SELDOM:
-            return
         for kind in self._optimizers():
             yield filled(OPTIMIZER_NOT_KEPT, kind=kind)
         for kind, attributes in self._own_attributes():

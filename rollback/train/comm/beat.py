@@ -140,14 +140,9 @@ def row_of(given: Sequence[Tensor | float | None], signs: Signs) -> list[float]:
     return row
 
 
-def all_finite(row: Sequence[float]) -> bool:
-    """Whether all scalars of a vector are, of one rank's or of all ranks' sum. (One that overflows is not either.)"""
-    return math.isfinite(sum(row[:SCALARS]))
-
-
 def without_ill(row: list[float]) -> list[float]:
     """A rank's vector without the scalars that are not finite, and with what is told of them instead."""
-    if all_finite(row):
+    if math.isfinite(sum(row[:SCALARS])):
         return row
     row = row.copy()
     for place, value in enumerate(row[:SCALARS]):

@@ -16,7 +16,7 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from rollback.train.comm.beat import (
     Beat,
     Gauges,
     Signs,
-    all_finite,
     gauge_values,
     read_beat,
     row_of,
@@ -72,13 +71,10 @@ class Pulse:
         self._zeros: dict[torch.dtype, Tensor] = {}  # on the device
         self._own: Tensor | list[float] = []  # this rank's vector of the beat that is under way
         self._work: dist.Work | None = None
-        self._vector: Tensor | list[float] | None = None
+        self._vector: Tensor | list[float] = []
+        self.under_way = False
         self._has_reports = False
         self._handed: InCollective | None = None  # the last vector that a collective got
-
-    @property
-    def under_way(self) -> bool:
-        return self._vector is not None
 
     def send(
         self, loss: Tensor | float | None, grad_norm: Tensor | float | None, signs: Signs, gauges: Gauges = NO_GAUGES
@@ -87,6 +83,7 @@ class Pulse:
         self._has_reports = signs.shard_report is not None
         compose = self._compose_on_device if self._cuda else self._compose_on_host
         self._vector = vector = compose(loss, grad_norm, signs, gauges)
+        self.under_way = True
         if isinstance(vector, list):
             if self._shared is not None:
                 self._ranks.sums_in_memory += 1
@@ -106,21 +103,23 @@ class Pulse:
 
     def read(self) -> Beat:
         """The reduced beat. Collective: a beat with a value that is not finite is read on all ranks, or on none."""
-        if (vector := self._vector) is None:
+        if not self.under_way:
             raise RuntimeError("no beat is under way")
+        vector = self._vector
         if self._shared is not None:
             vector = self._sum_of(self._shared.rows())
         elif self._arrived is not None:
             self._arrived.synchronize()
             vector = self._host[: len(vector)]
-            if not all_finite(vector[:SCALARS].tolist()):
+            if not math.isfinite(sum(vector[:SCALARS].tolist())):  # nor is a sum that overflows
                 vector = self._sum_without_ill(vector)
         elif self._work is not None:
             self._work.wait()
         beat = read_beat(vector, self._ranks.world_size)
         if not (math.isfinite(beat.loss or 0.0) and math.isfinite(beat.grad_norm or 0.0)):
             beat.nonfinite_ranks = self._nonfinite_ranks(beat)
-        self._work = self._vector = None  # not before: a rank that waits here for one that died has judged nothing
+        # Not before: a rank that waits here for one that died has judged nothing.
+        self._work, self._vector, self.under_way = None, [], False
         return beat
 
     def await_sum(self) -> None:
@@ -133,7 +132,7 @@ class Pulse:
     def sent(self) -> bytes | Tensor:
         """What this rank has put into the beat under way; empty: none is under way. On a device where it is composed
         there: then a copy, which nothing changes."""
-        return self._sent if self._vector is not None else b""
+        return self._sent if self.under_way else b""
 
     def close(self) -> None:
         """Wait until no beat is under way and the backend's threads hold no tensor. Not collective.
@@ -148,7 +147,7 @@ class Pulse:
                 time.sleep(_POLL)
         if self._shared is not None:
             self._shared.close()
-        self._work = self._vector = None
+        self._work, self._vector, self.under_way = None, [], False
         if self._handed is not None:
             self._handed.take_back()
 
@@ -177,7 +176,7 @@ class Pulse:
 
     def _sum_of(self, rows: "Sequence[memoryview[float]]") -> Tensor | list[float]:
         """The vector, of what all ranks have put."""
-        total: list[float] = [sum(column) for column in zip(*(row[:FIELDS] for row in rows), strict=True)]
+        total: list[float] = [*map(sum, islice(zip(*rows, strict=True), FIELDS))]
         if not self._has_reports:
             return total
         reports = chain.from_iterable(row[FIELDS:] for row in rows)

@@ -81,8 +81,8 @@ class Judge:
         self._max_steps = max_steps
         self.timeline = run.history.timeline
         self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
-        self._verdict = Kind.HEALTHY
-        """On the step that was judged last."""
+        self._verdict, self.calm = Kind.HEALTHY, True
+        """On the step that was judged last, and whether nothing stood out in it."""
         self._attempt = run.attempt
         self._turn = 0  # odd while a step is being judged
         self.before_next_batch = False  # whether each step is judged before the next one begins
@@ -116,7 +116,7 @@ class Judge:
         self._spans.append(span)
         self._advisor.end_step(span.batches)
         self._pulse.send(loss, grad_norm, signs, gauges)
-        if screened and (answer := self._read_and(self._screen)) is not None:
+        if screened and (answer := self.judge_pending(screened=True)) is not None:
             return answer
         # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.
         match self.judge_pending() if decision is not None else None:
@@ -128,23 +128,16 @@ class Judge:
                 return later
         return decision
 
-    def judge_pending(self) -> Decision | None:
-        """Judge the step whose beat is under way, if any."""
-        return self._read_and(self._judge) if self._pulse.under_way else None
-
-    def _read_and(self, judge: Callable[[Beat, StepSpan], Decision | None]) -> Decision | None:
-        """What `judge` decides on the last step by its beat, which is under way."""
-        beat = self._pulse.read()
+    def judge_pending(self, *, screened: bool = False) -> Decision | None:
+        """Judge the step whose beat is under way, if any. screened: by itself, since it can still be undone."""
+        if not self._pulse.under_way:
+            return None
+        beat, judge = self._pulse.read(), self._screen if screened else self._judge
         self._turn += 1
         try:
             return judge(beat, self._spans[-1])
         finally:
             self._turn += 1
-
-    @property
-    def calm(self) -> bool:
-        """Whether nothing stood out in the step that was judged last."""
-        return self._verdict is Kind.HEALTHY
 
     def judge_ahead(self, sent: Sequence[bytes]) -> JudgedAhead:
         """The sentinel as it will be when the last step is judged, where training goes on then. Any thread; nothing
@@ -195,7 +188,7 @@ class Judge:
         if event.cause is RollbackCause.PROBE:
             return
         if event.cause is not RollbackCause.SCREEN:
-            self._verdict = Kind.HEALTHY
+            self._verdict, self.calm = Kind.HEALTHY, True
             self._scale.restart()
         self._next_batch = event.batch
         while self._spans and self._spans[-1].step >= event.step:
@@ -245,7 +238,9 @@ class Judge:
     def _judge(self, beat: Beat, span: StepSpan) -> Decision | None:
         self.beat = beat
         self._checkpoints.advance(beat)
-        verdict = self._sentinel.update(span.observation(beat, announced=self._phase_begins(beat, span)))
+        begins = bool(beat.announced or self._phases) and self._phase_begins(beat, span)
+        self._next_batch = span.last_batch + 1
+        verdict = self._sentinel.update(span.observation(beat, announced=begins))
         collapse = self._scale.update(span.step, beat.scaler_skipped, beat.scale)
         if collapse is not None and verdict.kind not in _ACTED_ON:
             verdict = collapse
@@ -254,14 +249,14 @@ class Judge:
             self._record.note(ScalerSkipped(step=span.step, batch=span.last_batch))
         if (blip := verdict.ended) is not None:
             self._record.note(Noticed(**asdict(blip)))
-        self._record.advise(*self._advisor.judge(beat, verdict))
-        self._verdict = verdict.kind
+        if advice := self._advisor.judge(beat, verdict):
+            self._record.advise(*advice)
+        self._verdict, self.calm = verdict.kind, verdict.kind is Kind.HEALTHY
         self._evidence.suspect(verdict.onset)
         self._judged(span, beat.loss, self._sentinel)
-        calm = self.calm
-        self._cases.judge(calm, span.step, span.last_batch, span.batches_per_step)
-        self._checkpoints.judge(calm, verdict.onset)
-        if calm:
+        self._cases.judge(self.calm, span.step, span.last_batch, span.batches_per_step)
+        self._checkpoints.judge(self.calm, verdict.onset)
+        if self.calm:
             self._observed = False
         decision = None
         if verdict.kind in _ACTED_ON and not self._observed:
@@ -280,9 +275,7 @@ class Judge:
         if beat.announced and span.first_batch not in self._phases:
             self._phases.add(span.first_batch)
             self._record.note(PhaseAnnounced(step=span.step, batch=span.first_batch, phase=span.phase))
-        begins = bool(self._phases) and any(self._next_batch <= batch <= span.last_batch for batch in self._phases)
-        self._next_batch = span.last_batch + 1
-        return begins
+        return any(self._next_batch <= batch <= span.last_batch for batch in self._phases)
 
     def answer_state(self) -> Decision | None:
         """Plan the answer to `CheckpointManager.unanswered`: the last snapshot was dropped because something in it is

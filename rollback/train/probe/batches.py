@@ -99,14 +99,12 @@ class ProbeUpdates:
     def judged(self, span: StepSpan, loss: float | None, sentinel: Sentinel) -> None:
         """A step was judged. loss: the mean over the ranks."""
         if self.wanted:
-            self._hold(span, loss, sentinel)
+            if (kept := self._open) is not None and kept.step == span.step:
+                self._hold(kept, span, loss, sentinel)
             self.question = sentinel.question(span.step) or self.question
 
-    def _hold(self, span: StepSpan, loss: float | None, sentinel: Sentinel) -> None:
+    def _hold(self, kept: ProbeUpdate, span: StepSpan, loss: float | None, sentinel: Sentinel) -> None:
         """Hold the update of this step, if its batches are there and its loss is of a healthy time."""
-        kept = self._open
-        if kept is None or kept.step != span.step:
-            return
         self._open = None
         level = sentinel.settled_level
         whole = span.batches == span.batches_per_step and (kept.unfit or len(kept.batches) == span.batches)

@@ -112,7 +112,7 @@ class Prober:
         """The next batch of the probe that is under way; `NO_BATCH`: it has no more, or the script has made its update.
         Not collective."""
         assert self.probe is not None
-        if not self.probe.left or self._step.update_made:
+        if not self.probe.left or self._step.updates.attempted:
             return NO_BATCH
         self._step.probe_batches = (self._step.probe_batches or 0) + 1
         self._step.updates.expect_backward(last=False)
@@ -125,7 +125,7 @@ class Prober:
         assert self.probe is not None
         question, kept, loss = self.probe.question, self.probe.kept, self._step.mean_loss()
         fault = "the script has told no loss for its batch" if loss is None else None
-        if self.probe.left or not self._step.update_made:
+        if self.probe.left or not self._step.updates.attempted:
             fault = "the script's update was not made of the batches that it had been made of"
         fault = self._ranks.first_fault(fault)
         self.drop()

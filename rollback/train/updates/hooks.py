@@ -35,6 +35,29 @@ def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
     return _WeakHook(method)
 
 
+class _UpdateHook(_WeakHook):
+    """See `before_update`."""
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        owner, function = self._owner(), self._function
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None or owner is None:
+            return function(owner, optimizer) if owner is not None else None
+        first = True
+
+        def closure_then_act(*given: Any, **others: Any) -> Any:
+            nonlocal first
+            result = closure(*given, **others)
+            if first:
+                first = False
+                function(owner, optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], closure_then_act, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_act}
+
+
 class _WatchedMethod:
     """In the place of a method: calls `before`, then the method."""
 
@@ -65,25 +88,4 @@ def before_update(optimizer: Optimizer, method: Callable[[Optimizer], object]) -
     backward: when it begins, the gradients are still those of the update before. They are the update's own once the
     closure has run. LBFGS runs it several times: what it found first is the gradient where the update began.
     """
-    act = weak_hook(method)
-
-    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None:
-            act(optimizer)
-            return None
-        first = True
-
-        def closure_then_act(*given: Any, **others: Any) -> Any:
-            nonlocal first
-            result = closure(*given, **others)
-            if first:
-                first = False
-                act(optimizer)
-            return result
-
-        if len(args) > 1:
-            return (args[0], closure_then_act, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure_then_act}
-
-    return optimizer.register_step_pre_hook(before_step)
+    return optimizer.register_step_pre_hook(_UpdateHook(method))

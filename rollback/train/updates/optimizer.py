@@ -22,8 +22,10 @@ class Updates:
         """Called as the optimizer, or its scaler, begins: whether the script has written to the gradients since
         backward; None: not known."""
         self.on_forget: list[Callable[[], object]] = []
-        self.happened = False
         self.attempted = False
+        """Whether the optimizer, or its scaler, has begun."""
+        self.happened = False
+        """Whether the optimizer has: where its scaler alone did, that has dropped the update."""
         self.gradients: GradientNorms | None = None
         """Norms of the update's gradients; None: the optimizer has not begun, or there are no gradients."""
         self._found_inf: Tensor | None = None
@@ -87,7 +89,7 @@ class Updates:
             act()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        self.happened = True
+        self.attempted = self.happened = True
         self._found_inf = getattr(optimizer, "found_inf", None)
         self.gradients = self._sensed.before_step()
         self._begins()

@@ -6,10 +6,10 @@ undo its steps, and raise at the same step again. What there is of the folder is
 that name for a whole one; and so is what the Trainer says of its model, where that is the best one so far.
 """
 
-import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ _PARTS = "save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_r
 """What `_save_checkpoint` calls on each rank, before it deletes folders of earlier steps for this one."""
 BEST = "best_metric", "best_global_step", "best_model_checkpoint"
 """Of TrainerState."""
+_best = attrgetter(*BEST)
 
 
 class _NotSaved(Exception):
@@ -40,7 +41,7 @@ class FolderSaves:
         self.saved: SavedFiles | None = None
 
     def save(self, *given: Any, **others: Any) -> None:
-        """In the place of `Trainer._save_checkpoint`, within `skipping_failed_saves`. Collective."""
+        """In the place of `Trainer._save_checkpoint`, within `skip_if_it_fails`. Collective."""
         trainer = self._trainer
         folder = Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
         was_there = os.path.lexists(folder)  # then it is not ours to remove
@@ -61,17 +62,16 @@ class FolderSaves:
         if self.saved is not None and args.should_save:
             self.saved.set_aside(SavedAt(step, step), [args.output_dir])
 
-    @contextlib.contextmanager
-    def skipping_failed_saves(self) -> Iterator[None]:
-        """Around an evaluation and the saving of its model: the best model is one that there is a folder of."""
+    def skip_if_it_fails(self, act: Callable[..., object], *given: Any, **others: Any) -> None:
+        """Evaluate and save, by `act`, with what it is given: the best model is one that there is a folder of."""
         state = self._trainer.state
-        best = {name: getattr(state, name) for name in BEST}
+        best = _best(state)
         try:
-            yield
+            act(*given, **others)
         except _NotSaved:
             self._trainer.control.should_save = False
             if state.best_global_step == state.global_step:
-                vars(state).update(best)
+                vars(state).update(zip(BEST, best, strict=True))
 
     def _agreed_on(self, folder: Path, part: Callable[..., None]) -> Callable[..., None]:
         """The ranks meet behind the parts: one of them alone cannot leave a save."""

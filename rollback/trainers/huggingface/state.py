@@ -38,6 +38,7 @@ class LoopState:
 
     def __init__(self, trainer: Any, saves: FolderSaves) -> None:
         self._trainer, self._saves = trainer, saves
+        self._attributes = *_LOOP, *adapted_attributes(trainer)
         self.moved = False
         self.asked_for_more = False
         self.counts = TrainerCounts(trainer)
@@ -56,7 +57,7 @@ class LoopState:
             "stopped_before": state.max_steps if self.stopped_early else None,
             "stateful_callbacks": state.stateful_callbacks,
             "callbacks": [[type(item).__name__, *self._of_callback(item)] for item in self._exportable()],
-            "loop": {name: of_trainer[name] for name in (*_LOOP, *adapted_attributes(trainer)) if name in of_trainer},
+            "loop": {name: of_trainer[name] for name in self._attributes if name in of_trainer},
             "loss": trainer._tr_loss.item(),
             "generation": self._changed_generation(),
             "metrics": {
@@ -84,7 +85,7 @@ class LoopState:
         for item, (name, attributes, *counted) in zip(self._exportable(), kept["callbacks"], strict=False):
             if type(item).__name__ == name:  # an earlier version kept attributes alone
                 self._put_callback(item, attributes, *counted)
-        for name in kept["loop"].keys() & {*_LOOP, *adapted_attributes(trainer)}:
+        for name in kept["loop"].keys() & self._attributes:
             setattr(trainer, name, kept["loop"][name])
         trainer._tr_loss.fill_(kept["loss"])
         self._put_generation(kept.get("generation"))
@@ -192,7 +193,7 @@ class TrainerCounts(SharedText):
     def state_dict(self) -> str:
         of_state = vars(self._trainer.state)
         counted = {name: of_state[name] for name in _COUNTED if name in of_state}
-        return json.dumps([counted, *map(_number, self.last_update)], default=_in_json)
+        return _text_of([counted, *map(_number, self.last_update)])
 
     def load_state_dict(self, text: str) -> None:
         counted, *last_update = json.loads(text)
@@ -276,7 +277,7 @@ class LogHistory(SharedText):
         if rows is not self._rows or len(rows) < self._known:
             self._rows, self._known, self._text = rows, 0, ""
         if len(rows) > self._known:
-            self._text += "".join(f"{json.dumps(row, default=_in_json)}\n" for row in rows[self._known :])
+            self._text += "".join(f"{_text_of(row)}\n" for row in rows[self._known :])
             self._known = len(rows)
         return self._text
 
@@ -289,3 +290,6 @@ def _number(value: Any) -> Any:
 def _in_json(value: Any) -> Any:
     """A number of another library, or what people would read."""
     return value.item() if getattr(value, "shape", None) == () else str(value)
+
+
+_text_of = json.JSONEncoder(default=_in_json).encode

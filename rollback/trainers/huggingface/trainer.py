@@ -203,10 +203,8 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         if learning_rate is not None:
             self._state.counts.last_update = grad_norm, learning_rate
         grad_norm, learning_rate = self._state.counts.last_update
-        with self._saves.skipping_failed_saves():
-            self._originals["_maybe_log_save_evaluate"](
-                tr_loss, grad_norm, *given, learning_rate=learning_rate, **others
-            )
+        act = self._originals["_maybe_log_save_evaluate"]
+        self._saves.skip_if_it_fails(act, tr_loss, grad_norm, *given, learning_rate=learning_rate, **others)
         end_update(self._trainer)
 
     def _evaluate(self, *given: Any, skip_scheduler: bool = False, **others: Any) -> Any:

@@ -13,7 +13,7 @@ import rollback
 from rollback.facts.training import Advice, Incident
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.train.advice import layers as looking
+from rollback.train.advice import advisor as advising
 from rollback.train.advice.layers import GROWTH_LOOKS, LOOKS, Layers
 from rollback.train.updates.gradients import GradientNorms
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "EVERY", 2)
+    monkeypatch.setattr(advising, "EVERY", 2)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,8 @@ def looked_at(model: nn.Module, change: Callable[[int], None], looks: int) -> li
     each = torch.ones(len(parameters))
     for number in range(looks):
         change(number)
-        for _ in range(looking.EVERY):
-            layers.look(GradientNorms(parameters, each, torch.linalg.vector_norm(each), None, None))
-    return [code for code, _ in layers.advice()]
+        layers.look(GradientNorms(parameters, each, torch.linalg.vector_norm(each), None, None))
+    return [*layers.found]
 
 
 GROWTHS: dict[str, tuple[Callable[[int], float], bool]] = {
@@ -110,9 +109,8 @@ def test_a_gradient_that_is_seen_now_and_then_has_not_vanished() -> None:
     for look in range(4 * LOOKS):
         each = torch.ones(len(parameters))
         each[2:4] = 1e-12 if look % LOOKS else 1.0
-        for _ in range(looking.EVERY):
-            layers.look(GradientNorms(parameters, each, torch.linalg.vector_norm(each), None, None))
-    assert layers.advice() == []
+        layers.look(GradientNorms(parameters, each, torch.linalg.vector_norm(each), None, None))
+    assert not layers.found
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0])
@@ -120,9 +118,9 @@ def test_a_look_at_gradients_that_are_not_finite_or_all_zero_says_nothing(wrong:
     model = Net(1.0)
     layers, parameters = Layers(model), list(model.parameters())
     each = torch.full((len(parameters),), wrong)
-    for _ in range(3 * LOOKS * looking.EVERY):
+    for _ in range(3 * LOOKS):
         layers.look(GradientNorms(parameters, each, torch.linalg.vector_norm(each), None, None))
-    assert (layers.advice(), layers.heaviest) == ([], None)
+    assert (layers.found, layers.heaviest) == ({}, None)
 
 
 def test_the_layer_with_the_largest_gradient_is_known_by_its_name_inside_wrappers() -> None:
@@ -130,6 +128,6 @@ def test_the_layer_with_the_largest_gradient_is_known_by_its_name_inside_wrapper
     model.add_module("module", Net(1.0))
     layers, parameters = Layers(model), list(model.parameters())
     each = torch.tensor([1.0, 1.0, 2.0, 1.0, 1.0, 1.0])
-    for _ in range(2 * looking.EVERY):
+    for _ in range(2):
         layers.look(GradientNorms(parameters, each, torch.linalg.vector_norm(each), None, None))
     assert layers.heaviest == "faint"

@@ -24,7 +24,7 @@ def told(updates: Sequence[tuple[int, int, float]], *schedulers: Any, before: fl
     for step, epoch, rate in updates:
         rates.note(step, epoch, rate, before, 0.1)
         before = rate
-    return "".join(text for _, text in rates.advice())
+    return "".join(text for _, text in rates.found)
 
 
 class Cyclic:
