@@ -1,7 +1,6 @@
 """The training loop behind a guard: it hands out batches, and does all other work between two of them."""
 
 import atexit
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -14,7 +13,7 @@ from rollback.train.advice.advisor import Advisor
 from rollback.train.catalogue.draining import end_draining
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data.batches import Batches
-from rollback.train.data.passes import Again, Passes
+from rollback.train.data.passes import Again, Passes, PassState
 from rollback.train.ending import TrainingEnd
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Decision, Halt, Rewind, ServeRequests, Undo
@@ -95,9 +94,10 @@ class TrainingLoop:
             self.passes.note_end()
             raise StopIteration
         self.step_in_progress.updates.require_scale()
-        self._carry_out(ServeRequests() if self.requests.starting else self._end_step())
-        while not self.passes.interrupted:
-            with suppress(TrainingMoved):
+        if (decision := ServeRequests() if self.requests.starting else self._end_step()) is not None:
+            self._carry_out(decision)
+        while self.passes.state is not PassState.INTERRUPTED:
+            try:
                 if self.training_end.is_due:
                     self._settle()
                     self._end_pass(self.training_end.by_max_steps, final=True)
@@ -113,6 +113,8 @@ class TrainingLoop:
                     self._end_pass("the end of the data")
                     break
                 self.passes.cross()
+            except TrainingMoved:
+                continue
         raise StopIteration
 
     def finish(self, by: str) -> bool:
