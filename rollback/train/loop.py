@@ -13,7 +13,7 @@ from rollback.train.advice.advisor import Advisor
 from rollback.train.catalogue.draining import end_draining
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data.batches import Batches
-from rollback.train.data.passes import Again, Passes
+from rollback.train.data.passes import Again, Passes, PassState
 from rollback.train.ending import TrainingEnd
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Decision, Halt, Rewind, ServeRequests, Undo
@@ -94,8 +94,9 @@ class TrainingLoop:
             self.passes.note_end()
             raise StopIteration
         self.step_in_progress.updates.require_scale()
-        self._carry_out(ServeRequests() if self.requests.starting else self._end_step())
-        while not self.passes.interrupted:
+        if (decision := ServeRequests() if self.requests.starting else self._end_step()) is not None:
+            self._carry_out(decision)
+        while self.passes.state is not PassState.INTERRUPTED:
             try:
                 if self.training_end.is_due:
                     self._settle()
@@ -113,7 +114,7 @@ class TrainingLoop:
                     break
                 self.passes.cross()
             except TrainingMoved:
-                pass
+                continue
         raise StopIteration
 
     def finish(self, by: str) -> bool:

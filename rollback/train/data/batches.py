@@ -57,7 +57,8 @@ class Batches:
         cursor = self._cursor
         opening = cursor.opening_digest()
         try:
-            self.skips.pass_over(cursor, step, timeline)
+            if self.skips.windows:
+                self.skips.pass_over(cursor, step, timeline)
             position = cursor.batch
             show(position)
             data = cursor.next()

@@ -70,7 +70,7 @@ class DrawLog:
         if self._open_one is not None:
             self._settle(*self._open_one)
         digest, known = Digest(data), self._known(batch)
-        if known is None and not digest.settled:
+        if known is None and digest.coming:
             self._open_one = DrawEntry(batch, opening, order or 0, 0, past), digest
             return
         drawn = DrawEntry(batch, opening, order or 0, self._content_of(digest), past)

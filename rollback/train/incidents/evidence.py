@@ -116,7 +116,8 @@ class IncidentEvidence:
                 step.left_out.append(LeftOut(name=name, reason=reason))
                 continue
             # A loader's workers hand over shared memory, which is scarce where /dev/shm is small: give it back.
-            tensor = value.clone() if _is_shared(value) else value
+            # (`Tensor.is_shared` takes several times as long.)
+            tensor = value.clone() if value.is_cpu and value.untyped_storage().is_shared() else value
             step.parts.append((name, tensor, 0 if tensor.is_inference() else tensor._version))
             step.nbytes += tensor.nbytes
 
@@ -364,8 +365,3 @@ def _kind(norms: Norms, gradients: GradientNorms) -> Explosion | None:
 def _has_norm(parameter: Tensor) -> bool:
     """torch has none of whole numbers, nor of numbers in a byte."""
     return (parameter.is_floating_point() or parameter.is_complex()) and parameter.element_size() > 1
-
-
-def _is_shared(value: Tensor) -> bool:
-    """Whether it lies in memory that processes share. (`Tensor.is_shared` takes several times as long.)"""
-    return value.device.type == "cpu" and value.layout is torch.strided and value.untyped_storage().is_shared()

@@ -126,19 +126,18 @@ class SmallStateReader:
         self._unchanging = b""
         self._buffer_trees: dict[str, Any] = {}
 
-    def local(self) -> LocalState:
-        return self._local(self._state.kept.of_rank(), in_step=False)
-
     def coming(self) -> LocalState | None:
         """`local` at the end of the step in progress, in its last backward; None: it is not known."""
-        values = self._state.kept.coming()
-        return None if values is None else self._local(values, in_step=True)
+        coming = self._state.kept.coming()
+        return None if coming is None else self.local(coming)
 
-    def _local(self, values: dict[str, Any], *, in_step: bool) -> LocalState:
-        """values: those that are kept. in_step: while a batch is trained on, for a cursor that does not read ahead."""
+    def local(self, coming: dict[str, Any] | None = None) -> LocalState:
+        """coming: the kept values at the end of the step in progress, while a batch is trained on, for a cursor that
+        does not read ahead."""
         if self._registers is None or not self._registers.are_unchanged():
             self._find_buffers()
-        state = self._state
+        state, in_step = self._state, coming is not None
+        values = state.kept.of_rank() if coming is None else coming
         random, parts = self._random.read()
         kept = _copy_of(values)
         parts.append(marshal.dumps(plain(values), _MARSHAL) if kept is None else kept)

@@ -12,7 +12,7 @@ import marshal
 import os
 import select
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from rollback.train.last_snapshot.early import EarlyMarks
 from rollback.train.last_snapshot.keeper import Keeper, StandingEnds
 from rollback.train.last_snapshot.membership import SWITCHED_OFF, join, note_stopped
 from rollback.train.last_snapshot.proof import StoreGone
-from rollback.train.last_snapshot.small_state import KEPT, LocalState, SmallStateReader
+from rollback.train.last_snapshot.small_state import KEPT, SmallStateReader
 from rollback.train.last_snapshot.writers import JudgedAhead, digest_of_large_state
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
@@ -118,11 +118,14 @@ class LastSnapshot:
             self._stop("within a step the script writes to weights through `.data` or the like, which torch counts not")
             return
         local, end = self._small_state.local(), self._end_of(self._state.counters.step)
-        by_digest = self._unseen.looking or self._state.cursor.at_end
+        by_digest = self._unseen.looking or (self._batches.resumes_between and self._state.cursor.at_end)
         digest = digest_of_large_state(self._state) if by_digest else None
         shared = self._small_state.shared()
-        sent = self._device.holding(self._pulse.sent())
-        body, late = _content_of(sent, local, told_at_end(self._state), self._small_state.on_gpu)
+        sent, late = self._device.holding(self._pulse.sent()), self._small_state.on_gpu
+        if isinstance(sent, Tensor):
+            late = [*late, sent]
+            sent = bytes(sent.nbytes)  # in their place the GPU puts what was sent
+        body = local.body(told_at_end(self._state), sent)
         if (size := len(body) + len(local.unchanging)) > end_marks.MOST:
             self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
             return
@@ -242,18 +245,6 @@ class LastSnapshot:
             with contextlib.suppress(StoreGone):
                 hosts.tell_stopped(f"rank {rank}: {why}")
         self.leave()
-
-
-def _content_of(
-    sent: bytes | Tensor, local: LocalState, at_end: Mapping[str, Any], on_gpu: Sequence[Tensor]
-) -> tuple[bytes, Sequence[Tensor]]:
-    """A mark's content without what stays, and what a GPU puts in place of its last bytes.
-
-    sent: `Pulse.sent`. at_end: see `told_at_end`. on_gpu: the last bytes of `local`, which the host does not have yet.
-    """
-    if isinstance(sent, Tensor):
-        return local.body(at_end, bytes(sent.nbytes)), (*on_gpu, sent)
-    return local.body(at_end, sent), on_gpu
 
 
 def told_at_end(state: TrainingState) -> dict[str, Any]:

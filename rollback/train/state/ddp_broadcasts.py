@@ -1,9 +1,12 @@
 """Whether DDP gives all ranks rank 0's buffers in the next forward, as a checkpoint keeps it."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+_is_due = attrgetter("require_forward_param_sync")
 
 
 class DdpBroadcasts:
@@ -29,9 +32,9 @@ class DdpBroadcasts:
 
     def state_dict(self) -> dict[str, list[bool]]:
         """For a checkpoint: by module, whether the next forward of each DDP in it begins so."""
-        return {
-            owner: [part.require_forward_param_sync for part in wrappers] for owner, wrappers in self._wrappers.items()
-        }
+        if not self._wrappers:
+            return {}
+        return {owner: [*map(_is_due, wrappers)] for owner, wrappers in self._wrappers.items()}
 
     def put_back(self, told: Mapping[str, list[bool]]) -> None:
         """Make it so again, where the script wraps its modules as it did then."""

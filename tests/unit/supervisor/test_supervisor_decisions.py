@@ -179,12 +179,8 @@ def test_a_record_that_cannot_be_read_for_a_moment_when_an_attempt_ends_does_not
     assert said == [f"reading the journal {paths.train_journal}: Input/output error; it is tried again for 60 s"]
 
 
-def test_a_second_stop_signal_ends_the_wait_for_a_disk_and_one_alone_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths, reads = RunPaths(tmp_path), itertools.count(1)
-    order = SimpleNamespace(paths=paths)
-    now, signalled_at = [0.0], (2, 5)
+def test_a_second_stop_signal_ends_the_wait_for_a_disk_and_one_alone_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, now, signalled_at = itertools.count(1), [0.0], (2, 5)
 
     def refused() -> None:
         now[0] += 1.0
@@ -192,13 +188,10 @@ def test_a_second_stop_signal_ends_the_wait_for_a_disk_and_one_alone_does_not(
             signal.raise_signal(signal.SIGTERM)
         raise RunDirectoryError(f"at the read {read}") from OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(attempts_module, "_POLL", 0.0)
+    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    own_journal = SupervisorJournal(paths, print)
-    with StopSignals() as signals:
-        attempts = Attempts(order, print, SimpleNamespace(), own_journal, signals, Nodes(), lambda: None)  # type: ignore[arg-type]
-        with pytest.raises(RunDirectoryError, match="at the read 5"):
-            attempts._patiently(refused)
+    with StopSignals() as signals, pytest.raises(RunDirectoryError, match="at the read 5"):
+        patient_reading.read_patiently(refused, print, lambda: signals.insistent)
 
 
 def fails_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,10 @@ and still name the same sample.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,49 +31,40 @@ class Digest:
     """
 
     def __init__(self, batch: Any) -> None:
-        leaves = _Leaves()
-        leaves.gather(batch, 0)
-        self.whole = leaves.whole
+        tensors: list[Tensor] = []
+        numbers: list[Any] = []
+        self.whole = _gather([batch], tensors, numbers)
         self._hash = xxhash.xxh3_64()
-        self._coming: list[tuple[Tensor, Any]] = []
-        """Copies that devices make, and the event behind each."""
-        self._any = bool(leaves.tensors or leaves.plain)
-        numbers = leaves.plain
-        if leaves.tensors and numbers:
+        self.coming: list[tuple[Tensor, Any]] = []
+        """Copies that devices make, and the event behind each: `value` waits for them."""
+        self._any = bool(tensors or numbers)
+        if tensors and numbers:
             numbers = [item for item in numbers if isinstance(item, (int, float, complex))]
         self._hash.update(repr(numbers).encode())
-        for tensor in leaves.tensors:
-            self._add(tensor)
-
-    @property
-    def settled(self) -> bool:
-        """Whether `value` returns without waiting for a device."""
-        return not self._coming
+        for tensor in tensors:
+            self._hash.update(_kind(tensor.dtype, tensor.shape))
+            if tensor.is_cpu and tensor.nbytes <= _BYTES and tensor.is_contiguous():
+                self._hash.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))  # as `_add`, in one piece
+            else:
+                self._add(_sample(tensor.detach()))
 
     @property
     def value(self) -> int | None:
         """64 bits, never 0; None if nothing in the batch can be hashed."""
-        for sample, event in self._coming:
+        for sample, event in self.coming:
             event.synchronize()
             self._hash.update(_bytes_of(sample))
-        self._coming.clear()
+        self.coming.clear()
         return (self._hash.intdigest() or 1) if self._any else None
 
-    def _add(self, tensor: Tensor) -> None:
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        self._hash.update(_kind(tensor.dtype, tensor.shape))
-        if tensor.is_cpu and tensor.nbytes <= _BYTES and tensor.is_contiguous():
-            self._hash.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))  # as below, in one piece
-            return
-        sample = _sample(tensor)
+    def _add(self, sample: Tensor) -> None:
         if sample.device.type == "cpu":
             self._hash.update(_bytes_of(sample))
         elif sample.is_cuda:
             host = torch.empty(sample.shape, dtype=sample.dtype, device="cpu", pin_memory=True)
             host.copy_(sample, non_blocking=True)
             # The batch may lie on another device than the one that this thread has chosen.
-            self._coming.append((host, torch.cuda.current_stream(sample.device).record_event()))
+            self.coming.append((host, torch.cuda.current_stream(sample.device).record_event()))
 
 
 def digest_of_indices(indices: Any) -> int | None:
@@ -96,50 +88,36 @@ def is_in_one_piece(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not around_others
 
 
-class _Leaves:
-    """The tensors and the plain values of a batch, in order."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.plain: list[Any] = []
-        self.whole = True
-
-    def gather(self, item: Any, depth: int) -> None:
-        if depth > _DEPTH or len(self.tensors) + len(self.plain) >= _LEAVES:
-            self.whole = False
+def _gather(items: Iterable[Any], tensors: list[Tensor], plain: list[Any], depth: int = 0) -> bool:
+    """Add the tensors and the plain values of these, in order. False: there is something else in them."""
+    whole = True
+    for item in items:
+        if depth > _DEPTH or len(tensors) + len(plain) >= _LEAVES:
+            whole = False
         elif isinstance(item, Tensor):
             if is_in_one_piece(item) and not item.is_quantized and not item.is_meta:
-                self.tensors.append(item)
+                tensors.append(item)
             else:
-                self.whole = False
+                whole = False
         elif isinstance(item, np.ndarray) and item.dtype.kind in "biufc":
-            self.tensors.append(torch.from_numpy(np.ascontiguousarray(item, dtype=item.dtype.newbyteorder("="))))
+            tensors.append(torch.from_numpy(np.ascontiguousarray(item, dtype=item.dtype.newbyteorder("="))))
         elif item is None or isinstance(item, (bool, int, float, complex, str, bytes)):
-            self.plain.append(item)
+            plain.append(item)
         elif isinstance(item, np.generic):
-            self.plain.append(item.item())
-        else:
-            self._gather_inside(item, depth + 1)
-
-    def _gather_inside(self, item: Any, depth: int) -> None:
-        if isinstance(item, Mapping):
-            for key, value in item.items():
-                self.gather(key, depth)
-                self.gather(value, depth)
+            plain.append(item.item())
         elif isinstance(item, (list, tuple)):
-            for value in item:
-                self.gather(value, depth)
+            whole &= _gather(item, tensors, plain, depth + 1)
+        elif isinstance(item, Mapping):
+            whole &= _gather(chain.from_iterable(item.items()), tensors, plain, depth + 1)
         elif is_dataclass(item):
-            for field in fields(item):
-                self.gather(getattr(item, field.name, None), depth)
+            whole &= _gather([getattr(item, each.name, None) for each in fields(item)], tensors, plain, depth + 1)
         else:
             # Of other objects only the tensors: what else they hold may be of this process alone.
-            self.whole = False
-            kept = len(self.plain)
-            for value in vars(item).values() if hasattr(item, "__dict__") else ():
-                if isinstance(value, (Tensor, np.ndarray, Mapping, list, tuple)):
-                    self.gather(value, depth)
-            del self.plain[kept:]
+            held, kept, whole = getattr(item, "__dict__", {}).values(), len(plain), False
+            inside = [value for value in held if isinstance(value, (Tensor, np.ndarray, Mapping, list, tuple))]
+            _gather(inside, tensors, plain, depth + 1)
+            del plain[kept:]
+    return whole
 
 
 @lru_cache(maxsize=256)  # batches are alike

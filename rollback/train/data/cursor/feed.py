@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 from rollback.train.data.cursor.digest import digest_of_indices
@@ -76,23 +78,25 @@ class IndexFeed:
 
     def peek(self, ahead: int = 0) -> Any:
         """Indices of the batch `ahead` batches behind the position. StopIteration if the epoch ends before."""
-        indices = self.drawn(ahead).indices
+        if ahead == len(self._pending):
+            self._draw()
+        indices = self._pending[ahead].indices
         if not self.replacements.listed:
             return indices
         return self.replacements.instead(indices, self._batch + ahead, lambda: self._drawn_from(ahead + 1))
 
-    def drawn(self, ahead: int = 0) -> SamplerBatch:
-        """As `peek`, but as the sampler gave them: samples that are left out have not been replaced."""
+    def _draw(self) -> None:
+        """Takes one more batch from the order. StopIteration at the epoch's end."""
         assert self._order is not None
-        if ahead == len(self._pending):
-            self._pending.append(SamplerBatch(self._order.take()))
-        return self._pending[ahead]
+        self._pending.append(SamplerBatch(self._order.take()))
 
     def _drawn_from(self, ahead: int = 0) -> Iterator[Any]:
         """What the sampler gave from there on, up to the epoch's end."""
         with suppress(StopIteration):
             while True:
-                yield self.drawn(ahead).indices
+                if ahead == len(self._pending):
+                    self._draw()
+                yield self._pending[ahead].indices
                 ahead += 1
 
     def pop(self) -> Any:
@@ -104,15 +108,16 @@ class IndexFeed:
         self._offset += 1
         return taken
 
-    def is_over(self) -> bool:
-        """Whether the epoch has no batch at the position."""
-        if not self._pending:
-            try:
-                self.drawn()
-            except StopIteration:
-                return True
-        return False
+    @property
+    def next(self) -> SamplerBatch | None:
+        """The batch at the position, with no sample replaced; None: the epoch has none there."""
+        try:
+            if not self._pending:
+                self._draw()
+        except StopIteration:
+            return None
+        return self._pending[0]
 
     def is_planned(self, ahead: int = 0) -> bool:
         """Whether the batch `ahead` batches behind the position is planned to be skipped."""
-        return any(self._batch + ahead in window for window in self.planned)
+        return any(map(contains, self.planned, repeat(self._batch + ahead)))

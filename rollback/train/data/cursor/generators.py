@@ -25,8 +25,6 @@ _DATA = frozenset((
 _KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 _LISTS = frozenset((list, tuple))
 _SMALL = _DATA - {Tensor, np.ndarray, dict}
-_Held = tuple[list[int], list[type]]
-"""What something held: ids and types."""
 _MOST_WORDS = 64  # a longer tuple of numbers is kept as bytes
 _LONG = 16  # a longer list of data is looked through once, and a longer dict is data
 _SAMPLES: dict[int, tuple[int, type, type]] = {}
@@ -45,11 +43,12 @@ class Generators:
         self._found: list[Any] = []
         self._before: dict[int, list[Any]] = {}
         """Those that earlier searches have found, by their number."""
-        self._objects: list[tuple[Callable[[], Any], _Held]] = []
-        """That were looked into, without keeping them alive: a data set may have let go of one that it opens again."""
+        self._objects: list[tuple[Callable[[], Any], int]] = []
+        """That were looked into, each with its number of attributes, without keeping them alive: a data set may have
+        let go of one that it opens again."""
         self._alive: list[Any] = []
         """Methods and partial functions that were looked into: nothing else gets the id of one that lives."""
-        self._containers: list[tuple[list[Any] | tuple[Any, ...] | dict[Any, Any], int, _Held]] = []
+        self._containers: list[tuple[list[Any] | tuple[Any, ...] | dict[Any, Any], int]] = []
         """Lists, tuples and dicts that were looked into, each with its length. Not those of nothing but data that may
         be large: a data set may let go of what it has read before it reads more."""
         seen: set[int] = set()
@@ -61,6 +60,7 @@ class Generators:
             elif depth < _DEPTH and _may_hold(thing) and id(thing) not in seen and (held := self._look_into(thing)):
                 seen.add(id(thing))
                 waiting += [(item, depth + 1) for item in held]
+        self._marks = self._present_marks()
 
     def _look_into(self, thing: Any) -> list[Any]:
         """What it holds that may be a generator, or hold one."""
@@ -75,11 +75,11 @@ class Generators:
             data = not isinstance(thing, dict) and len(thing) > _LONG and _has_data_only(thing)
         else:
             by_name, data = vars(thing), False
-            self._objects.append((_weakly(thing), _marks_of(by_name.values())))
+            self._objects.append((_weakly(thing), len(by_name)))
             items = [by_name[name] for name in sorted(by_name)]
         found = [] if data else [item for item in items if type(item) not in _DATA or type(item) in (dict, *_LISTS)]
         if isinstance(thing, (list, tuple, dict)) and (found or _SMALL.issuperset(map(type, items))):
-            self._containers.append((thing, len(thing), _marks_of(items)))
+            self._containers.append((thing, len(thing)))
         return found
 
     def present(self, *owners: Any) -> "Generators":
@@ -87,23 +87,27 @@ class Generators:
         new search finds.
 
         A data set may make its generators when it is first read. It is asked several times in a step."""
-        if self._are_present(owners):
+        marks = self._present_marks() if all(map(is_, owners, self._owners)) else None
+        if marks is not None and marks == self._marks:
             return self
         found = Generators(*owners)
         found._before = {**self._before, len(self): self._found}
         return found
 
-    def _are_present(self, owners: tuple[Any, ...]) -> bool:
-        if not all(map(is_, owners, self._owners)):
-            return False
-        for known, marks in self._objects:
-            if (thing := known()) is None or _marks_of(vars(thing).values()) != marks:
-                return False
-        for held, length, marks in self._containers:
-            items = held.values() if isinstance(held, dict) else held[:_MOST]
-            if len(held) != length or _marks_of(items) != marks:
-                return False
-        return True
+    def _present_marks(self) -> tuple[list[int], list[type]] | None:
+        """Ids and types of what all that was looked into holds now; None: one is gone, or holds more or less by now.
+
+        Others tell of another value: what may hold a generator, or is one, is known while it lives."""
+        values: list[Any] = []
+        for known, count in self._objects:
+            if (thing := known()) is None or len(by_name := vars(thing)) != count:
+                return None
+            values += by_name.values()
+        for held, count in self._containers:
+            if len(held) != count:
+                return None
+            values += held.values() if isinstance(held, dict) else held[:_MOST]
+        return [*map(id, values)], [*map(type, values)]
 
     def __len__(self) -> int:
         return len(self._found)
@@ -113,7 +117,7 @@ class Generators:
 
     def states(self) -> list[Any]:
         """A state for each generator, as a tree that a checkpoint can hold."""
-        return [_state(generator) for generator in self._found]
+        return [*map(_state, self._found)]
 
     def restore(self, states: list[Any]) -> bool:
         """Restores what `states` returned; in a process in which further ones have been made since, of those that were
@@ -140,12 +144,6 @@ class Generators:
         """Seeds each generator as a pure function of `key`."""
         for number, generator in enumerate(self._found):
             _seed(generator, random.Random(f"{key}/{number}").getrandbits(63))
-
-
-def _marks_of(values: Iterable[Any]) -> _Held:
-    """Others tell of another value: what may hold a generator, or is one, is known while it lives."""
-    values = [*values]
-    return [*map(id, values)], [*map(type, values)]
 
 
 def _weakly(thing: Any) -> Callable[[], Any]:

@@ -27,7 +27,7 @@ from rollback.train.data import rng
 from rollback.train.data.cursor.base import Cursor, DrawComparer, Indices, as_indices, require_same_last
 from rollback.train.data.cursor.description import description_of, length_of, samplers_of
 from rollback.train.data.cursor.digest import digest_of_indices, hex_digest_of
-from rollback.train.data.cursor.feed import IndexFeed
+from rollback.train.data.cursor.feed import IndexFeed, SamplerBatch
 from rollback.train.data.cursor.generators import Generators
 from rollback.train.data.cursor.loader_clone import clone_of
 from rollback.train.data.cursor.order import BatchOrder, OneSize, gives_all, order_of, order_of_share, share_of
@@ -71,17 +71,19 @@ class MapStyleCursor(Cursor):
     def indices(self, *, reading: bool = False) -> Indices:
         if not reading:
             return self._indices
-        return as_indices(self._feed.peek()) if self._is_before_a_batch() else None
+        return as_indices(self._feed.peek()) if self._next is not None else None
 
-    def _is_before_a_batch(self) -> bool:
-        return self.opened and self._unfit is None and not self._feed.is_over()
+    @property
+    def _next(self) -> SamplerBatch | None:
+        """What the sampler gives for the next batch; None: the epoch has none, or it may be another one yet."""
+        return self._feed.next if self.opened and self._unfit is None else None
 
     def order_digest(self) -> int | None:
         return self._feed.last.digest if self._feed.last is not None else None
 
     @property
     def at_end(self) -> bool:
-        return self.opened and self._unfit is None and self._feed.is_over()
+        return self.opened and self._unfit is None and self._feed.next is None
 
     def unreadable(self, samples: Sequence[int]) -> list[int]:
         return unreadable(self._loader.dataset, samples)
@@ -164,7 +166,7 @@ class MapStyleCursor(Cursor):
         return self._in_data
 
     def of_next(self) -> dict[str, Any]:
-        return {"next_indices": self._feed.drawn().hex_digest if self._is_before_a_batch() else None}
+        return {"next_indices": None if (following := self._next) is None else following.hex_digest}
 
     def _end_epoch(self) -> None:
         super()._end_epoch()
@@ -181,7 +183,7 @@ class MapStyleCursor(Cursor):
             self._feed.planned.clear()
             self._reader = None
         reader = self._start_reading()
-        owed = not self._put_back()  # true only where there are no workers
+        owed = bool(self._owed) and not self._put_back()  # true only where there are no workers
         before = (self._random.read(), self._of_reading().states()) if self._loader.num_workers == 0 else None
         try:
             data = next(reader)
@@ -273,8 +275,8 @@ class MapStyleCursor(Cursor):
     def _refuse_unfit(self) -> None:
         if self._unfit is not None:
             raise self._unfit
-        if not self._feed.is_over():
-            self._size.require()
+        if self._feed.next is not None and self._size.now() != self._size.at_opening:
+            raise self._size.changed()
 
     def _move_to_position(self, order: BatchOrder, state: dict[str, Any]) -> Any:
         """Moves a fresh order to the position and returns the indices of the batch before it.

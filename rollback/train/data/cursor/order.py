@@ -60,20 +60,16 @@ class OneSize:
     """The batch size of torch's own batch sampler in one epoch. A script may change it from epoch to epoch."""
 
     def __init__(self, index_sampler: Any) -> None:
-        self._batching, _ = _taken_apart(index_sampler)
-        self._size = self._now()
+        self.now: Callable[[], int | None] = partial(getattr, _taken_apart(index_sampler)[0], "batch_size", None)
+        self.at_opening = self.now()
 
-    def require(self) -> None:
-        """Raise UsageError where it was changed since. Without a guard the next batch would heed it."""
-        if (now := self._now()) != self._size:
-            raise UsageError(
-                f"batch_size of the loader's batch sampler was changed from {self._size} to {now} in the midst of an "
-                "epoch: the guard counts all batches of an epoch in one size, so that it can go back to each",
-                hint="change it between two epochs, in front of the loop over the batches",
-            )
-
-    def _now(self) -> int | None:
-        return self._batching.batch_size if self._batching is not None else None
+    def changed(self) -> UsageError:
+        """Without a guard the next batch would heed it."""
+        return UsageError(
+            f"batch_size of the loader's batch sampler was changed from {self.at_opening} to {self.now()} in the midst "
+            "of an epoch: the guard counts all batches of an epoch in one size, so that it can go back to each",
+            hint="change it between two epochs, in front of the loop over the batches",
+        )
 
 
 def gives_all(index_sampler: Any, length: int) -> bool:

@@ -52,6 +52,26 @@ def test_one_element_makes_another_batch_and_equal_ones_make_the_same(number: in
     assert Digest(batch(1.0)[number]).value != Digest(batch(70.0)[number]).value
 
 
+X = torch.arange(6.0)
+IN_DRAW_LOGS: dict[int, tuple[Any, bool]] = {
+    0x7EB5813DDD5DEF09: ([X, X.to(torch.int64)], True),
+    0x95521B2CBF701BD4: ({"x": X, 2: (X, {"y": [X, 1.5]})}, True),
+    0xB4616C8526AAE2DE: (Pair(X, [X, 3]), True),
+    0xB255113CE9043BF8: ([7, Bag([X, "text"]), Bag({"one": "text"}), 8], False),
+    0x397A14EC6808EBF6: ([7, Bag({"one": "text"})], False),
+    0xB2190DB534AB0FCF: (["a", 1, None], True),
+    0xE911F627E664971E: ([Pair("p", 2), {"k": "v"}], True),
+    0x4859FC8DA4B4378B: ([*range(5000)], False),
+}
+"""Batches by their digests, and whether these are of all that is in them."""
+
+
+@pytest.mark.parametrize("known", IN_DRAW_LOGS)
+def test_a_batch_keeps_the_digest_that_draw_logs_have(known: int) -> None:
+    digest = Digest(IN_DRAW_LOGS[known][0])
+    assert (digest.value, digest.whole) == (known, IN_DRAW_LOGS[known][1])
+
+
 @given(st.integers(1, 40), st.integers(1, 5000), st.sampled_from(["whole", "columns", "channels last", "every other"]))
 def test_a_large_tensor_is_known_by_pieces_all_over_it(rows: int, columns: int, kind: str) -> None:
     def view(tensor: torch.Tensor) -> torch.Tensor:

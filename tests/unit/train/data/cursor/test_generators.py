@@ -117,6 +117,25 @@ def test_it_is_looked_again_where_anything_has_changed_and_only_there(change: Ca
     assert there.present(data, print) is there
 
 
+def from_part_to_part(data: Any) -> None:
+    moved = {"two": vars(data.first).pop("two"), **vars(data.second)}
+    vars(data.second).clear()
+    vars(data.second).update(moved)
+
+
+def from_list_to_list(data: Any) -> None:
+    data.second.parts.insert(0, data.first.parts.pop())
+
+
+@pytest.mark.parametrize("change", [from_part_to_part, from_list_to_list])
+def test_what_moves_from_one_thing_to_the_next_is_a_change(change: Callable[[Any], None]) -> None:
+    data = SimpleNamespace(first=SimpleNamespace(parts=[1, 2], two=2), second=SimpleNamespace(parts=[3]))
+    found = Generators(data)
+    assert found.present(data) is found
+    change(data)
+    assert found.present(data) is not found
+
+
 def test_another_owner_is_looked_into() -> None:
     """As where the script gives its loader another collate_fn."""
     found = Generators(print)
