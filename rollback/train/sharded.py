@@ -177,17 +177,25 @@ class FsdpModules:
         for module in self._modules:
             module.reshard()
 
-    def gradients(self) -> Iterator[tuple[Any, str]]:
-        """Objects and their attributes where gradients lie that no parameter of the optimizer has, as those of an
-        accumulation with `set_requires_gradient_sync(False)`. The next backward that sums adds them."""
+    def _groups(self) -> Iterator[Any]:
         for module in self._modules:
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)  # torch had at most one, once
-            for group in (state._fsdp_param_group,) if groups is None else groups:
-                for parameter in () if group is None else group.fsdp_params:
-                    if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 it is the whole one's
-                        yield parameter, "unsharded_accumulated_grad"
-                    if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                        yield whole, "grad"
-                if group is not None:
-                    yield group, "_partial_reduce_output"  # with `set_requires_all_reduce(False)`
+            yield from filter(None, (state._fsdp_param_group,) if groups is None else groups)
+
+    def gradients(self) -> Iterator[tuple[Any, str]]:
+        """Objects and their attributes where gradients lie that no parameter of the optimizer has, as those of an
+        accumulation with `set_requires_gradient_sync(False)`. The next backward that sums adds them."""
+        for group in self._groups():
+            for parameter in group.fsdp_params:
+                if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 it is the whole one's
+                    yield parameter, "unsharded_accumulated_grad"
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    yield whole, "grad"
+            yield group, "_partial_reduce_output"  # with `set_requires_all_reduce(False)`
+
+    def layouts(self) -> Iterator[tuple[Any, str]]:
+        """Objects and their attributes, dictionaries, that say where in a `_partial_reduce_output` the gradient of each
+        parameter lies. They change when a backward reaches other parameters. torch has none before 2.15."""
+        name = "_partial_reduce_output_layout"
+        return ((group, name) for group in self._groups() if hasattr(group, name))

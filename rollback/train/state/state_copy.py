@@ -80,6 +80,7 @@ class GradientCopy:
         self._held = [(p, _on_host(p.grad)) for p in parameters]
         found = ((owner, name, getattr(owner, name)) for owner, name in fsdp.gradients())
         self._not_summed = [(*place, item.device, _on_host(item)) for *place, item in found if item is not None]
+        self._layouts = [(owner, name, dict(getattr(owner, name))) for owner, name in fsdp.layouts()]
 
     @torch.no_grad()
     def put_back(self, put_back_state: Callable[[], object]) -> None:
@@ -94,6 +95,8 @@ class GradientCopy:
                 parameter.grad = None if held is None else held.to(parameter.device)
         for owner, name, device, held in self._not_summed:
             setattr(owner, name, held.to(device))
+        for owner, name, layout in self._layouts:
+            setattr(owner, name, layout)
 
 
 def _on_host(item: Tensor | None) -> Tensor | None:

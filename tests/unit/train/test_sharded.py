@@ -351,6 +351,38 @@ def test_gradients_that_fsdp_has_not_summed_yet_go_with_the_state_that_is_left(w
         assert backward(sums=True) == [[2.0] * 3] * 2, "the update goes on"
 
 
+def test_gradients_not_summed_over_replicas_come_back_behind_a_batch_that_reached_other_weights() -> None:
+    """Since torch 2.15 FSDP2 has them in one tensor for the weights that a backward has reached."""
+
+    class OneOfTwo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 2, bias=False) for _ in range(2))
+
+        def forward(self, rows: Tensor, which: int) -> Tensor:
+            return self.layers[which](rows)  # type: ignore[no-any-return]
+
+    with one_rank():
+        model: Any = OneOfTwo()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards")))
+        optimizer = torch.optim.SGD(model.parameters())
+        state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
+        held = StateCopy(state)
+
+        def backward(which: int, *, sums: bool) -> None:
+            model.set_requires_all_reduce(sums)
+            model(torch.ones(1, 3), which).sum().backward()
+
+        backward(0, sums=False)
+        gradients = GradientCopy(state.trained, state.fsdp)
+        held.put_back(state)
+        backward(1, sums=False)
+        gradients.put_back(lambda: held.put_back(state))
+        backward(0, sums=True)
+        assert model.layers[0].weight.grad.full_tensor().tolist() == [[2.0] * 3] * 2, "the update goes on"
+        assert model.layers[1].weight.grad is None
+
+
 def test_an_evaluation_behind_which_parameters_are_whole_does_not_change_which_ones_a_state_knows() -> None:
     with one_rank():
         model: Any = nn.Linear(3, 2)
