@@ -57,12 +57,14 @@ _WORKER_DIED = re.compile(
 )
 _TIMEOUT = re.compile(
     r"[Tt]imed out waiting|[Ss]ocket [Tt]imeout|[Ww]ait timeout after|caught collective operation timeout"
-    r"|Application timeout caused pair closure"
+    r"|Application timeout caused pair closure|NCCL operation timed out"
 )
 _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|failed to recv|Socket closed"
     r"|communicator was aborted|remote process exited|ncclRemoteError|ncclInternalError|process group.*abort"
+    r"|internal error - please report this issue to the NCCL"
 )
+"""With NCCL's own words for its internal error: not every backend of torch tells its name beside them."""
 
 
 class Frame(BaseModel, frozen=True):

@@ -54,6 +54,7 @@ def died(rank: int, exitcode: int, *, ended: bool = False, oom: bool = False, at
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:41352"
 GLOO_TIMEOUT = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"
 NCCL = "NCCL communicator was aborted on rank 0."
+NCCL_INTERNAL = "NCCL AllReduce failed: internal error - please report this issue to the NCCL developers"
 NCCL_SYSTEM = "NCCL error in: ProcessGroupNCCL.cpp:1275, unhandled system error, NCCL version 2.21.5"
 CUDA_OOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB"
 CPU_OOM = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
@@ -99,6 +100,8 @@ ASSERT = "CUDA error: device-side assert triggered"
         (raised(0, "RuntimeError", GLOO_TIMEOUT), "timeout"),
         (raised(0, "RuntimeError", GLOO), "lost_peer"),
         (raised(0, "torch.distributed.DistBackendError", NCCL), "lost_peer"),
+        (raised(0, "RuntimeError", NCCL_INTERNAL), "lost_peer"),
+        (raised(0, "RuntimeError", "NCCL operation timed out"), "timeout"),
     ],
 )  # fmt: skip
 def test_every_row_of_the_table(end: RankEnd, expected: str | None) -> None:
