@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from rollback.train.advice import script_rates, unkept
+from rollback.train.advice import script_rates, unkept_state
 from rollback.wording import Calls
 
 ADVICE = [
     value[1]
-    for module in (script_rates, unkept)
+    for module in (script_rates, unkept_state)
     for name, value in vars(module).items()
     if name.isupper() and isinstance(value, tuple)
 ]
