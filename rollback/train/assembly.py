@@ -96,12 +96,12 @@ def assemble(
     if_refused.callback(run.record.close)
     cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
     stop, rank = StopRequest(), run.ranks.rank
+    if_refused.callback(stop.withdraw)
     heartbeat = HeartbeatWriter(run.paths, run.ranks, run.attempt, state.counters.step, cursor.batch)
-    failure = run.paths.failure(run.attempt, rank)
-    failures = FailureRecorder(failure, rank, run.attempt, heartbeat, cursor)
+    if_refused.callback(heartbeat.stop)
+    if_refused.callback(heartbeat.end, in_hand=False)
+    failures = FailureRecorder(run.paths.failure(run.attempt, rank), rank, run.attempt, heartbeat, cursor)
     if_refused.push(failures.give_back)
-    for let_go in (heartbeat.stop, partial(heartbeat.end, in_hand=False), stop.withdraw):
-        if_refused.callback(let_go)
     run.ranks.agreed(heartbeat.start)
     skips, updates = SkipList(run), Updates(optimizer, objects.get("scaler"), model)
     batches = Batches(run, loader, cursor, skips)
@@ -131,6 +131,7 @@ def assemble(
         run, state, snapshots, pulse, batches, lambda: judge.timeline, judge.judge_ahead, lambda: updates.telltale,
         unseen_writes, lambda: step.batches >= state.counters.batches_per_step,
     )  # fmt: skip
+    if_refused.callback(last_snapshot.leave)
     failures.before_the_end = weak_hook(last_snapshot.raised)
     rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
     rewinder = Rewinder(run, state, judge, checkpoints, rehearsing=rehearsing)
@@ -146,7 +147,6 @@ def assemble(
     ]  # fmt: skip
     if run.restored is not None:
         passes.resume(left=state.counters.epoch_left, strayed=rewinder.written)
-    failures.replace_earlier()
     return TrainingLoop(
         run, state, model, batches, passes, step, advisor, checkpoints, schedule, drainer, pulse, judge, rewinder,
         prober, pass_rehearsal, requests, unseen_writes, last_snapshot, training_end, failures,

@@ -102,9 +102,9 @@ class Guard:
                 arguments.check_alike(settings, end, run, ranks)
                 attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
                 self._loop = loop = assemble(attached, state, model, loader, end, if_refused)
-                if_refused.callback(loop.last_snapshot.leave)
                 ranks.agreed(functools.partial(end_with_supervisor, weak_hook(loop.last_snapshot.keep)))
                 if_refused.pop_all()
+                loop.failures.replace_earlier()
         except RollbackError as error:
             attaching.refuse(error)
         self.exit_order = loop.exit_order

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import cache, partial, wraps
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -89,11 +89,12 @@ class FailureRecorder:
             self._earlier = None
             self._install_hook()
 
-    def give_back(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def give_back(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """The guard cannot be made, because of this error: the script may catch it. Record it, unless it is for the
         reader, and nothing from now on."""
-        if isinstance(error, Exception) and not isinstance(error, RollbackError):
-            self._write(self._account(error))
+        if isinstance(error, Exception) and not isinstance(error, RollbackError) and trace is not None:
+            self._write(self._account(error.with_traceback(_whole(trace.tb_frame.f_back, trace))))
+            error.with_traceback(trace)  # on its way to the script it gets the rest by itself
         self._remove_hook()
         if self._earlier is not None:
             _present[self._pid] = self._earlier
@@ -199,18 +200,17 @@ def _watched(original: Callable[..., object]) -> Callable[..., object]:
         code, *_ = (*given, *named.values(), None)  # exit(code=1) is said, too
         is_error = not (code is None or (isinstance(code, int) and code == 0))
         if is_error and recorder is not None and threading.current_thread() is threading.main_thread():
-            recorder.note_exit(SystemExit(code).with_traceback(_calls_so_far()))
+            recorder.note_exit(SystemExit(code).with_traceback(_whole(sys._getframe(1))))
         return original(*given, **named)
 
     return watched
 
 
-def _calls_so_far() -> TracebackType | None:
-    """The traceback that an exception of the caller's caller would have at the script's own top level."""
-    frame, trace = sys._getframe(2), None
+def _whole(frame: FrameType | None, trace: TracebackType | None = None) -> TracebackType | None:
+    """The traceback at the script's own top level of what is raised in this frame, or has come there with `trace`."""
     while frame is not None:
         trace = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             break
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return trace

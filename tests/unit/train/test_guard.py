@@ -25,7 +25,6 @@ from rollback.facts.training import Committed, Dropped
 from rollback.inspect.ring.checkpoints import read_held
 from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
-from rollback.train.snapshots import drift
 from rollback.train.start import found_run
 from rollback.train.state import state
 from rollback.train.state.image import require_one_gpu
@@ -365,20 +364,28 @@ def test_a_guard_that_is_broken_off_while_it_reads_its_run_leaves_the_run_free(
     del kept
 
 
-ERRORS = [UsageError("not alike"), RuntimeError("of nobody's"), KeyboardInterrupt("in a notebook")]
+BROKEN_OFF = [
+    (UsageError, "snapshots.drift.require_alike"),
+    (RuntimeError, "snapshots.drift.require_alike"),
+    (KeyboardInterrupt, "snapshots.drift.require_alike"),
+    (KeyboardInterrupt, "assembly.Prober"),  # behind the last part that has a thread
+    (KeyboardInterrupt, "guard.end_with_supervisor"),
+]
+"""An error, and what raises it when a guard has attached to its run."""
+READ_BY_INDEX = DataLoader([torch.ones(4)])  # type: ignore[arg-type]
 
 
-def require_refused(run: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
-    """Make a guard, which is broken off by this error when it has attached to its run. Returns what a notebook keeps of
-    it."""
+def require_refused(run: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str) -> Any:
+    """Make a guard, which is broken off by this error at this place. Returns what a notebook keeps of it."""
 
     def refuse(*_: Any) -> None:
-        raise error
+        raise error("broken off")
 
+    (memory := run.parent / "memory").mkdir()
     with monkeypatch.context() as made_unlike:
-        made_unlike.setattr(drift, "require_alike", refuse)
-        with pytest.raises(type(error)) as kept:
-            guard(run)
+        made_unlike.setattr(f"rollback.train.{place}", refuse)
+        with pytest.raises(error) as kept:
+            guard(run, fast_tier=str(memory), loader=READ_BY_INDEX)  # so it has last snapshots
     return kept
 
 
@@ -414,13 +421,13 @@ def require_ended(known: list[threading.Thread]) -> None:
             assert not thread.is_alive(), thread.name
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("error", "place"), BROKEN_OFF)
 def test_a_second_guard_that_is_refused_leaves_the_first_one_its_heartbeat_and_its_failure_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
     first = guard(tmp_path / "run")
-    require_refused(tmp_path / "other", monkeypatch, error)
+    require_refused(tmp_path / "other", monkeypatch, error, place)
     assert not first._loop.step_in_progress.heartbeat._over.is_set()
     sys.excepthook(ValueError, ValueError("here"), None)
     first.close()
@@ -428,19 +435,22 @@ def test_a_second_guard_that_is_refused_leaves_the_first_one_its_heartbeat_and_i
     assert (record.error, record.message) == ("ValueError", "here")
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("error", "place"), BROKEN_OFF)
 def test_a_guard_that_is_refused_when_it_has_attached_leaves_the_process_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str
 ) -> None:
     """Else the script that catches this would ignore SIGTERM from then on, and its next guard find the run in use."""
     monkeypatch.setattr(sys, "excepthook", print)
     known = threading.enumerate()
     before = signal.getsignal(signal.SIGTERM), sys.excepthook
-    kept = require_refused(tmp_path / "run", monkeypatch, error)
+    kept = require_refused(tmp_path / "run", monkeypatch, error, place)
     records = read_failures(RunPaths(tmp_path / "run").failures(1)).values()
-    assert [record.message for record in records] == (["of nobody's"] if type(error) is RuntimeError else [])
+    assert [record.message for record in records] == (["broken off"] if error is RuntimeError else [])
+    for record in records:  # the script's own lines tell which error it is
+        assert "require_refused" in [frame.function for frame in record.frames]
+        assert ", in require_refused\n" in record.traceback
     assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
     assert open_records(tmp_path / "run") == []
     require_ended(known)
-    guard(tmp_path / "run").close()
+    guard(tmp_path / "run", loader=READ_BY_INDEX).close()
     del kept
