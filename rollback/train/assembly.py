@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch

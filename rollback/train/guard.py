@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 def refusing(act: "Callable[Concatenate[Guard, _P], _T]") -> "Callable[Concatenate[Guard, _P], _T]":
     """`act` of a guard, which ends the job and not only the attempt where another one would meet the same error again.
-    Behind the end of the rank it ends that again."""
+    Behind the end of the rank, or an error in putting a state back, it ends that again."""
 
     @functools.wraps(act)
     def refusing_act(guard: "Guard", /, *given: _P.args, **others: _P.kwargs) -> _T:
@@ -43,6 +43,9 @@ def refusing(act: "Callable[Concatenate[Guard, _P], _T]") -> "Callable[Concatena
             return act(guard, *given, **others)
         except (UsageError, RunDoesNotFit) as error:
             guard.refuse(error)
+        except RollbackError as error:
+            guard.exit_order.note(error)
+            raise
 
     return refusing_act
 

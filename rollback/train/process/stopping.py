@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import copy
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 
 from rollback.environment import ENV_SUPERVISOR
+from rollback.errors import RollbackError
 from rollback.system.processes import is_running
 from rollback.system.threads import start_thread
 from rollback.train.comm.recorder import say
@@ -153,13 +155,14 @@ def at_exit(act: Callable[[], object]) -> None:
 class ExitOrder:
     """Whether one guard's rank has been told to leave, and goes on all the same.
 
-    A script's bare `except:` around `next(batches)`, meant for the end of an epoch or for a sample that cannot be read,
-    catches the SystemExit by which a guard ends its rank. It would go on with a guard that is closed: past a stop, past
-    a return that was given up, or for ever at the batch that cannot be read.
+    A script's `except` around `next(batches)`, meant for the end of an epoch or for a sample that cannot be read,
+    catches the SystemExit by which a guard ends its rank, and the error of a return that failed. It would go on with a
+    guard that is closed, or with a state that is half put back: past a stop, past a return that was given up, or for
+    ever at the batch that cannot be read.
     """
 
     def __init__(self) -> None:
-        self._told: SystemExit | None = None
+        self._told: SystemExit | RollbackError | None = None
         self._again = False
 
     def require_none(self) -> None:
@@ -170,10 +173,11 @@ class ExitOrder:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # the script may have closed it
                     stream.flush()
-            os._exit(self._told.code if isinstance(self._told.code, int) else 1)
+            code = getattr(self._told, "code", None)
+            os._exit(code if isinstance(code, int) else 1)
         self._again = True
-        raise SystemExit(*self._told.args)
+        raise copy.copy(self._told)
 
-    def note(self, told: SystemExit) -> None:
-        """The rank is told to leave, and its guard is closed, or about to be."""
-        self._told = SystemExit(*told.args)  # without the frames that it has passed through
+    def note(self, told: SystemExit | RollbackError) -> None:
+        """The rank is told to leave: its guard is closed, or about to be, or cannot go on."""
+        self._told = copy.copy(told)  # without the frames that it has passed through

@@ -364,6 +364,41 @@ def test_a_guard_that_is_broken_off_while_it_reads_its_run_leaves_the_run_free(
     del kept
 
 
+def test_a_state_that_could_not_be_put_back_is_not_trained_on_where_the_script_catches_that(tmp_path: Path) -> None:
+    class Refusing:
+        refuses = False
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            if self.refuses:
+                raise ValueError("not mine")
+
+    refusing, model, caught = Refusing(), nn.Linear(4, 1), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    made = guard(
+        tmp_path / "run", model=model, optimizer=optimizer, loader=DataLoader(torch.randn(60, 4)),  # type: ignore[arg-type]
+        refusing=refusing, snapshot_every=4, max_steps=40,
+    )  # fmt: skip
+    batches = iter(made)
+    while len(caught) < 3 and made.step < 30:
+        try:
+            batch = next(batches)
+        except RollbackError as error:
+            caught.append(error.message)
+            continue
+        refusing.refuses = made.step >= 20
+        loss = model(batch).pow(2).mean() * (float("nan") if made.step == 20 else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        made.observe(loss)
+    made.close()
+    assert (len(caught), len({*caught})) == (3, 1)
+    assert caught[0].startswith("the Refusing 'refusing' did not load the state")
+
+
 BROKEN_OFF = [
     (UsageError, "snapshots.drift.require_alike"),
     (RuntimeError, "snapshots.drift.require_alike"),

@@ -23,6 +23,7 @@ from waiting import wait_for
 from warm_server import WarmPopen
 
 from rollback.environment import ENV_SUPERVISOR
+from rollback.errors import StateRefused
 from rollback.rundir.failures import read_failures
 from rollback.rundir.heartbeats import LEAVING, read_all_heartbeats
 from rollback.rundir.paths import RunPaths
@@ -369,8 +370,9 @@ def test_who_was_not_told_to_leave_stays() -> None:
 
 
 @pytest.mark.parametrize("supervised", [True, False])
+@pytest.mark.parametrize(("told", "status"), [(SystemExit(75), 75), (StateRefused("not mine", hint="mend it"), 1)])
 def test_a_rank_that_does_not_leave_is_ended_again_and_then_by_force_under_a_supervisor(
-    supervised: bool, monkeypatch: pytest.MonkeyPatch
+    told: SystemExit | StateRefused, status: int, supervised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def by_force(status: int) -> NoReturn:
         raise ProcessLookupError(status)
@@ -378,8 +380,11 @@ def test_a_rank_that_does_not_leave_is_ended_again_and_then_by_force_under_a_sup
     monkeypatch.setenv(ENV_SUPERVISOR, "1" if supervised else "")
     monkeypatch.setattr(os, "_exit", by_force)
     exit_order = ExitOrder()
-    exit_order.note(SystemExit(75))
-    with pytest.raises(SystemExit, match="75"):
+    exit_order.note(told)
+    with pytest.raises(type(told)) as again:
         exit_order.require_none()
-    with pytest.raises(ProcessLookupError if supervised else SystemExit, match="75"):
+    assert vars(again.value) == vars(told)
+    assert str(again.value) == str(told)
+    kind, text = (ProcessLookupError, str(status)) if supervised else (type(told), str(told))
+    with pytest.raises(kind, match=text):
         exit_order.require_none()
