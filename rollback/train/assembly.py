@@ -120,6 +120,7 @@ def assemble(
         max_steps,
     )  # fmt: skip
     lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
+    if_refused.callback(lowered_rate.end)
     prefetch = PrefetchWatch(model, optimizer, updates.telltale)
     step = StepInProgress(state, updates, evidence, advisor, prefetch, heartbeat)
     passes = Passes(cursor, objects.values(), state.gradients)
@@ -148,5 +149,5 @@ def assemble(
         passes.resume(left=state.counters.epoch_left, strayed=rewinder.written)
     return TrainingLoop(
         run, state, model, batches, passes, step, advisor, checkpoints, schedule, drainer, pulse, judge, rewinder,
-        prober, pass_rehearsal, requests, unseen_writes, last_snapshot, training_end, failures,
+        prober, pass_rehearsal, requests, unseen_writes, last_snapshot, training_end, failures, lowered_rate,
     )  # fmt: skip

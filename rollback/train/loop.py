@@ -32,6 +32,7 @@ from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.start import arguments
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
+from rollback.train.updates.learning_rate import LoweredRate
 
 
 class TrainingMoved(Exception):
@@ -64,6 +65,7 @@ class TrainingLoop:
     last_snapshot: LastSnapshot
     training_end: TrainingEnd
     failures: FailureRecorder
+    lowered_rate: LoweredRate
     exit_order: ExitOrder = field(default_factory=ExitOrder)
 
     # What the script asks for --------------------------------------------------------------------------------------
@@ -153,6 +155,7 @@ class TrainingLoop:
         self.checkpoints.snapshots.close()
         self.judge.close()
         self.batches.close()
+        self.lowered_rate.end()
         self.requests.stop.withdraw()
         end_draining(self.drainer)
         if self.run.lock is not None:

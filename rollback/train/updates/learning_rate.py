@@ -48,6 +48,10 @@ class LoweredRate:
         """The plan that was carried out may lower the rate."""
         self._follow(event.case.plan if event.case is not None else None)
 
+    def end(self) -> None:
+        """The guard is over, or does not come about: another one may lower the rates of this optimizer."""
+        self._plan = None
+
     def _follow(self, plan: Planned | None) -> None:
         if plan is None or plan.lower_rate is None:
             return

@@ -1,11 +1,13 @@
 """A lower learning rate for a stretch of steps: the optimizer steps with it, and nobody else sees it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import rollback
 from recorded_run import incident, rollback_plan
 from rollback.facts.history import Case
 from rollback.facts.training import Planned
@@ -73,3 +75,19 @@ def test_a_step_that_raises_leaves_no_rate_behind() -> None:
     optimizer.step()
     assert (weight.item(), optimizer.param_groups[0]["lr"]) == (-0.5, 1.0)
     del lowered
+
+
+def test_a_guard_that_is_closed_lowers_no_rate_beside_the_next_one(tmp_path: Path) -> None:
+    """A notebook keeps the first one, and the exception that broke off the making of one."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    guards = []
+    for name in ("first", "second"):
+        made = rollback.Guard(model=model, optimizer=optimizer, loader=[], run=tmp_path / name)
+        made._loop.lowered_rate._follow(PLAN.model_copy(update={"step": 0}))
+        before = model.weight.item()
+        model.weight.grad = torch.ones(1, 1)
+        optimizer.step()
+        assert before - model.weight.item() == pytest.approx(0.5)
+        made.close()
+        guards.append(made)
