@@ -185,8 +185,9 @@ class TrainingLoop:
                 self.unseen_writes.at_end()
             self.last_snapshot.mark_end()
         rehearsed = self.pass_rehearsal.due and self.batches.nothing_is_left()
-        due = between_steps and self.judge.calm and self.schedule.due(self.judge.beat)
-        if rehearsed or (due and self.batches.may_resume_here()):
+        if rehearsed or (
+            between_steps and self.judge.calm and self.schedule.due(self.judge.beat) and self.batches.may_resume_here()
+        ):
             self._take_snapshot(rehearsed=rehearsed)
         if between_steps and self.judge.before_next_batch:
             self._settle()
