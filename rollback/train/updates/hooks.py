@@ -39,18 +39,19 @@ class _UpdateHook(_WeakHook):
     """See `before_update`."""
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        owner, function = self._owner(), self._function
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None or owner is None:
-            return function(owner, optimizer) if owner is not None else None
-        first = True
+        if closure is None:
+            if (owner := self._owner()) is not None:
+                self._function(owner, optimizer)
+            return None
+        first, act = True, super().__call__  # an optimizer may keep its closure, which then keeps nothing else alive
 
         def closure_then_act(*given: Any, **others: Any) -> Any:
             nonlocal first
             result = closure(*given, **others)
             if first:
                 first = False
-                function(owner, optimizer)
+                act(optimizer)
             return result
 
         if len(args) > 1:

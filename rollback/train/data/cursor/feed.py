@@ -3,8 +3,6 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import repeat
-from operator import contains
 from typing import Any
 
 from rollback.train.data.cursor.digest import digest_of_indices
@@ -120,4 +118,5 @@ class IndexFeed:
 
     def is_planned(self, ahead: int = 0) -> bool:
         """Whether the batch `ahead` batches behind the position is planned to be skipped."""
-        return any(map(contains, self.planned, repeat(self._batch + ahead)))
+        position = self._batch + ahead
+        return bool(self.planned) and any(position in window for window in self.planned)

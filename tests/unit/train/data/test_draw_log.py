@@ -1,11 +1,14 @@
 """The draw log: a batch that is drawn again must be the one that it was."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rollback.errors import RunDoesNotFit
+from rollback.train.data import draw_log
+from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.draw_log import ENTRIES, DrawLog
 
 NOTHING, ONE = 0, 1
@@ -135,6 +138,35 @@ def test_a_log_that_cannot_be_written_is_said_once_and_keeps_what_it_has(
     assert capsys.readouterr().err.count("draw log") == 1
     with pytest.raises(RunDoesNotFit):
         present.check(1, 9, None, NOTHING)
+
+
+def test_a_device_is_waited_for_one_batch_later_and_at_once_where_there_is_something_to_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnDevice(Digest):
+        """As of a batch on a device, which copies it to the host beside the training."""
+
+        def __init__(self, batch: Any) -> None:
+            super().__init__(None)
+            self.coming.append((batch, self))
+            self.batch = int(batch)
+
+        def synchronize(self) -> None:
+            waited_for.append(self.batch)
+
+    monkeypatch.setattr(draw_log, "Digest", OnDevice)
+    waited_for: list[int] = []
+    first = log(tmp_path)
+    for batch in range(3):
+        first.check(batch, None, torch.tensor([batch]), NOTHING)
+        assert waited_for == [*range(batch)]
+    first.close()
+    assert waited_for == [0, 1, 2]
+    again = log(tmp_path)
+    again.check(1, None, torch.tensor([1]), NOTHING)
+    with pytest.raises(RunDoesNotFit, match="other data"):
+        again.check(2, None, torch.tensor([9]), NOTHING)
+    assert waited_for == [0, 1, 2, 1, 9]
 
 
 def test_a_batch_read_only_to_be_dropped_is_compared_and_leaves_no_trace(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
-"""When room for snapshots is made anew: an optimizer's state comes with its first gradient, which may be late."""
+"""When snapshots are due, and when room for them is made anew: an optimizer's state comes with its first gradient."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
-from toy import SETTINGS, facts
+from toy import SETTINGS, Toy, facts, train
 
 import rollback
 from rollback.facts.training import Committed, Dropped
 from rollback.train.comm.ranks import Ranks
-from rollback.train.snapshots.schedule import OptimizerStates
+from rollback.train.loop import TrainingLoop
+from rollback.train.pass_rehearsal import PassRehearsal
+from rollback.train.snapshots.schedule import OptimizerStates, SnapshotSchedule
 
 
 class CountingRanks(Ranks):
@@ -75,3 +79,27 @@ def test_a_state_that_comes_between_two_questions_costs_one_snapshot_which_is_ma
     assert [fact.step for fact in facts(run, Dropped)] == [10]
     made = [fact.step for fact in facts(run, Committed)]
     assert any(10 < step <= 16 for step in made), f"before the next question: {made}"
+
+
+def test_the_pace_is_not_asked_at_a_step_s_end_at_which_a_rehearsal_has_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would journal a pace, and measure the step before once more."""
+    asked = list[str]()
+
+    def watch(owner: type, name: str) -> None:
+        ordinary = getattr(owner, name)
+
+        def watched(*given: Any, **others: Any) -> Any:
+            asked.append(name)
+            return ordinary(*given, **others)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(TrainingLoop, "_next_of_epoch")
+    watch(SnapshotSchedule, "due")
+    watch(PassRehearsal, "prepare")
+    toy = Toy(nan=(20,), samples=40, epochs=4, loop="rehearsed epochs", between=True)
+    train(toy.with_settings(skip_after=12), tmp_path / "run")
+    before = {asked[place - 1] for place, name in enumerate(asked) if name == "prepare"}
+    assert before == {"_next_of_epoch"}

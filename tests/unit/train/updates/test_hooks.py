@@ -1,16 +1,21 @@
 """What a guard leaves behind in a process that goes on, and in what the script makes of its model."""
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rollback
+from rollback.train.updates.hooks import before_update
 
 
 def _trained_and_closed(run: Path) -> weakref.ref[nn.Module]:
@@ -54,3 +59,54 @@ def test_a_model_that_is_saved_as_a_whole_in_the_first_updates_loads_where_there
     )
     done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
     assert done.stdout == "torch.Size([1, 1])\n"
+
+
+class Counter:
+    """Part of a guard. Its method returns something: torch would take that for other arguments of the step."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def count(self, optimizer: torch.optim.Optimizer) -> int:
+        self.updates += 1
+        return self.updates
+
+
+class Keeping(torch.optim.Optimizer):
+    """Keeps its closure, and is copied and saved with all else that it has."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Parameter(torch.ones(1))], {})
+
+    def step(self, closure: Any = None) -> Any:
+        self.closure = closure
+        return None if closure is None else closure()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "closure": None}
+
+
+def _loss() -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("closure", [(), (None,), (_loss,)], ids=["without", "none", "with"])
+def test_an_update_is_told_once_and_of_the_hooked_optimizer_alone(closure: tuple[Any, ...]) -> None:
+    optimizer, counter = Keeping(), Counter()
+    before_update(optimizer, counter.count)
+    for _ in range(2):
+        optimizer.step(*closure)
+    assert counter.updates == 2
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301 - made here
+        other.step(*closure)
+    assert counter.updates == 2
+
+
+def test_an_optimizer_that_keeps_its_closure_keeps_no_guard() -> None:
+    optimizer, counter = Keeping(), Counter()
+    before_update(optimizer, counter.count)
+    optimizer.step(_loss)
+    assert counter.updates == 1
+    gone, counter = weakref.ref(counter), Counter()
+    assert gone() is None
+    assert optimizer.closure() == optimizer.step(_loss) == 1.0
