@@ -253,7 +253,8 @@ def test_how_a_script_left_its_loop_or_lost_its_final_state_is_told_in_the_same_
         run.tell(6, RunEnded(exit_code=code, reason=words))
     audit = compile_audit(read_run_contents(run.paths.root))
     entry, ending, why = audit.attempts[0], read_status(run.paths.root).ending, read_attempt_report(run.paths.root)
-    assert (entry.ended, entry.cause, entry.at_least) == (how, words, False)
+    # Ranks that left by `os._exit` have told their step in a heartbeat, if at all, and may have gone further.
+    assert (entry.ended, entry.cause, entry.at_least) == (how, words, ends == "without a word")
     assert audit.ending is not None
     assert ending is not None
     assert audit.ending.account == ending.account == words
