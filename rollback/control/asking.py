@@ -162,7 +162,7 @@ def wait_for_answer(asked: SubmittedRequest, seconds: float) -> Reply:
     now, journal = time.monotonic(), asked.paths.train_journal
     until, look_at, size, gone = now + seconds, now + _LOOK_FOR_LIFE, -1, 0
     while True:
-        unseen = ""
+        late = f"not carried out within {seconds:g} s"
         try:
             if (present := files.size_of(journal)) != size:
                 if (answer := _answer(asked)) is not None:
@@ -176,13 +176,13 @@ def wait_for_answer(asked: SubmittedRequest, seconds: float) -> Reply:
         except RunDirectoryError as error:
             if not may_pass(error):
                 raise
-            unseen = f"; what has come of it cannot be seen now: {error.message}"
+            late = f"whether it was carried out within {seconds:g} s cannot be seen: {error.message}"
         if gone == 2 and asked.request.order == "stop":
             return _reply(asked, "carried_out", "the job has ended, and no rank was there to answer")
         if gone == 2:
             return _reply(asked, "open", f"the job is gone; {_later(asked)}")
         if time.monotonic() >= until:
-            return _reply(asked, "open", f"not carried out within {seconds:g} s{unseen}; {_still(asked)}")
+            return _reply(asked, "open", f"{late}; {_still(asked)}")
         time.sleep(_POLL)
 
 
@@ -201,7 +201,7 @@ def _later(asked: SubmittedRequest) -> str:
 def _still(asked: SubmittedRequest) -> str:
     if asked.request.order == "stop":  # of a copied directory nobody may ever look
         return f"the ranks of this launch stop if they see it yet; {_later(asked)}"
-    return "it stays on record and will be"
+    return "it stays on record until it is carried out"
 
 
 def _wait_for_end(asked: SubmittedRequest, until: float) -> None:

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 def read_patiently(
     read: Callable[[], _T], say: Callable[[str], None], insistent: Callable[[], bool] = lambda: False
 ) -> _T:
-    """What `read` gives, which is called again where the disk refuses. insistent: whether the job is told to end now.
+    """What `read` gives, which is called again where the disk refuses. insistent: whether nobody is to wait any longer.
 
     Raises RunDirectoryError where that lasts, and at once where the record is damaged.
     """

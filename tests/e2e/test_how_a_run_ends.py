@@ -306,7 +306,7 @@ def test_a_module_whose_file_asks_for_more_since_then_goes_on(tmp_path: Path) ->
 def test_a_script_that_leaves_in_mid_run_as_if_all_were_well_is_not_done(rank: Launch) -> None:
     code, output = rank.finish("leave")
     assert code == ExitCode.FAILED, output
-    assert "the script left its loop over the guard before that had ended, at step 4" in output
+    assert "the script left its loop over the guard before that had ended, last seen at step 4" in output
     assert len(rank.facts(AttemptStarted)) == 1, "it would do so again"
 
 

@@ -258,15 +258,15 @@ def _attempt(
     is_last = number == last
     started, attached = last_fact(records, facts.AttemptStarted), last_fact(records, facts.Attached)
     ended, restart = last_fact(records, facts.AttemptEnded), last_fact(records, facts.RestartScheduled)
-    lost, left = last_fact(records, facts.FinalStateLost), script_left(records)
-    finished, stopped = last_fact(records, facts.Finished) or lost, last_fact(records, facts.Stopped)
+    complete = [r.fact for r in records if isinstance(r.fact, facts.Finished | facts.FinalStateLost)]
+    finished, stopped = complete[-1] if complete else None, last_fact(records, facts.Stopped)
     kept = last_fact(records, facts.LastSnapshotMade)
     how: report.AttemptEnd = "died"
     run_ended = last_fact(records, facts.RunEnded)
     refused = ended is not None and ended.status == 0 and not attached and run_ended is not None and run_ended.exit_code
     if stopped or refused or (ended and ended.why == "told_to_stop"):
         how = "stopped"
-    elif left:
+    elif script_left(records):
         how = "left"
     elif (ended and ended.status == 0 and (finished or not attached)) or (
         finished and not ended and not (locked and is_last) and costs.reached.get(number, 0) <= finished.step
@@ -279,8 +279,8 @@ def _attempt(
     cause = ended.cause if ended else NO_END if unknown else None
     if how == "left":
         cause = SCRIPT_LEFT
-    elif how == "finished" and lost and finished is lost:
-        cause = lost.account
+    elif how == "finished" and isinstance(finished, facts.FinalStateLost):
+        cause = finished.account
     price = costs.deaths.get(number)
     return report.AttemptEntry(
         attempt=number,
@@ -291,7 +291,7 @@ def _attempt(
         **fields_of(attached, "checkpoint", "init", "sharding"),
         begins=Point.of(attached) if attached else None,
         reached=costs.reached.get(number),
-        at_least=not (how in ("finished", "left") or is_reach_known(records)),
+        at_least=not (how == "finished" or is_reach_known(records)),
         ended=how,
         ended_at=next((record.at for record in records if record.fact is end), None),
         status=ended.status if ended else None,

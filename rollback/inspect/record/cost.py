@@ -23,6 +23,7 @@ from pydantic import Field
 
 from rollback.facts import training as facts
 from rollback.inspect.document import ReportItem
+from rollback.inspect.record.ending import script_left
 from rollback.inspect.record.reading import by_attempt
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
 from rollback.terminal.quantities import at_least, duration, seconds_since_epoch
@@ -331,10 +332,12 @@ def is_reach_known(own: Sequence[facts.JournalEntry]) -> bool:
     """Whether it is on record, to the step, how far an attempt that died had come."""
     ended, kept = last_fact(own, facts.AttemptEnded), last_fact(own, facts.LastSnapshotMade)
     # A rank that raised has recorded its step, and its peers cannot have done another one without it. Who counts what
-    # is lost at a last snapshot has the marks of all steps. An attempt that ended well has lost what it kept since.
+    # is lost at a last snapshot has the marks of all steps. An attempt that ended well has lost what it kept since,
+    # unless its ranks left without a word (`os._exit`).
     raised = ended is not None and ended.fingerprint is not None
     counted = kept is not None and kept.steps_lost is not None
-    return raised or counted or _ended_well(own) or last_fact(own, facts.Stopped) is not None
+    told = bool(of_kinds(own, {facts.Stopped, facts.ScriptLeft}))
+    return raised or counted or told or (_ended_well(own) and not script_left(own))
 
 
 def _ended_well(own: Sequence[facts.JournalEntry]) -> bool:

@@ -60,7 +60,10 @@ def ending_of(records: Iterable[facts.JournalEntry]) -> RunEnding | None:
                 account = ending.account
                 if ending.how == "finished" and fact.exit_code:  # as where the final state is not where it belongs
                     account += f"; exit code {fact.exit_code}: {fact.reason}"
-                told = {"exit_code": fact.exit_code, "by_supervisor": True, "account": account}
+                how = ending.how
+                if how == "gave_up" and fact.exit_code == ExitCode.RESUMABLE:  # it was told to stop, and so left
+                    how = "preempted"
+                told = {"how": how, "exit_code": fact.exit_code, "by_supervisor": True, "account": account}
                 ending = ending.model_copy(update=told)
             case facts.RunEnded() as fact:
                 ending = RunEnding(

@@ -34,7 +34,7 @@ from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
 from rollback.rundir.failures import NOTICED, PRECEDENCE, FailureRecord, class_of_exception
 from rollback.rundir.heartbeats import LEAVING, Heartbeat
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure, ending
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 from rollback.wording import ranks_in_words
 
 _NAMED = 4  # ranks
@@ -237,9 +237,10 @@ def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
         return first.text
     if evidence.left.refusal is not None:
         return f"the ranks refused to go on: {evidence.left.refusal.message}"
-    if ending(evidence) == "left":
-        return SCRIPT_LEFT
-    return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
+    if evidence.stopped is not None:
+        return f"the ranks stopped together: {evidence.stopped.account}"
+    complete = evidence.finished or evidence.final_state_lost or evidence.unrecorded
+    return "all ranks ended" if complete or not evidence.attached else SCRIPT_LEFT  # also where it was told to stop
 
 
 def _of_torchrun(evidence: AttemptEvidence) -> str:

@@ -228,7 +228,7 @@ def reason_of(end: AttemptEnding, evidence: AttemptEvidence, lacking: str | None
         case "unkept":
             return f"training is complete{at}, but its final state is {lacking}"
         case "left":
-            return f"{SCRIPT_LEFT}{at and f',{at}'}"
+            return f"{SCRIPT_LEFT}{at and f', last seen{at}'}"  # further, where the ranks left by `os._exit`
         case "ended" if stopped is not None:
             return f"{stopped.account}; no checkpoints are taken, so there is none to go on from"
         case "ended":

@@ -35,8 +35,15 @@ class BuddyAssignments:
         self._buddy.get_ready(buddies)
         return buddies
 
-    def arrange(self, buddies: Buddies | None, seats: Sequence[str], there: Iterable[NodeReport]) -> Buddies | None:
+    def arrange(
+        self,
+        buddies: Buddies | None,
+        seats: Sequence[str],
+        there: Iterable[NodeReport],
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Buddies | None:
         """Who keeps what in the next attempt, and what may be brought back. there: the reports of the other members.
+        interrupted: whether the job is told to stop, so that a disk which refuses is not waited for.
 
         Raises RunDirectoryError, JournalDamaged.
         """
@@ -45,8 +52,10 @@ class BuddyAssignments:
         there = [*there]
         members = {report.node: (report.host, report.buddy) for report in there if report.node in seats}
         members[self._place.name] = (self._place.host, self._buddy.address)
-        identity = read_patiently(lambda: read_identity(self._paths), self._say)
-        history = read_patiently(lambda: fold_journal(self._paths.train_journal), self._say).history
+        identity, folded = read_patiently(
+            lambda: (read_identity(self._paths), fold_journal(self._paths.train_journal)), self._say, interrupted
+        )
+        history = folded.history
         newest = on_record(history, history.committed)[::-1][:_WANTED]
         # A new leader's host may have nothing.
         kept = (last_snapshot_on_host(self._paths), *(report.kept for report in there))

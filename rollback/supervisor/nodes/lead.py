@@ -114,7 +114,12 @@ class Leader(Nodes):
                 self._say(f"{self._who_is_missing(there, slow)}{unfit}")
                 said = unfit
             time.sleep(_POLL)
-        self._seat(there)
+        try:
+            self._seat(there, interrupted)
+        except RunDirectoryError:
+            if interrupted():
+                return False
+            raise
         self._assignments.begin(self._seats.index(self._place.name), self._publisher.record.buddies, interrupted)
         return True
 
@@ -134,7 +139,7 @@ class Leader(Nodes):
         here = {report.node for report in there.values()} | {self._place.name}
         return awaited(self._seats, here, coming, spares=spares, failing=self._roster.failing())
 
-    def _seat(self, there: Mapping[str, NodeReport]) -> None:
+    def _seat(self, there: Mapping[str, NodeReport], interrupted: Callable[[], bool]) -> None:
         """Give the nodes of the attempt their ranks, and order them to start. What is new is journalled first."""
         before, own = self._seats, self._place
         launches = {report.node: launch for launch, report in there.items()} | {own.name: own.launch}
@@ -151,7 +156,7 @@ class Leader(Nodes):
         self._look_at_spares()
         first = launches[self._seats[0]]
         master = "" if not (apart or own.seated) else there[first].master if first in there else self._new_master()
-        buddies = self._assignments.arrange(self._publisher.record.buddies, self._seats, there.values())
+        buddies = self._assignments.arrange(self._publisher.record.buddies, self._seats, there.values(), interrupted)
         members = tuple(launches[node] for node in self._seats)
         self._publisher.show(phase="run", members=members, master=master, buddies=buddies)
 

@@ -31,6 +31,7 @@ from rollback.facts.training import (
     Dropped,
     Evicted,
     Fact,
+    FinalStateLost,
     Finished,
     Hung,
     JournalEntry,
@@ -419,6 +420,15 @@ def test_an_epoch_s_end_is_not_the_end_of_an_attempt_that_was_killed_later(run: 
     audit = audit_of(run)
     assert audit.ending is None
     assert (audit.attempts[0].ended, audit.attempts[0].reached, audit.attempts[0].at_least) == ("died", 36, True)
+
+
+def test_a_final_state_that_is_lost_behind_an_earlier_pass_is_how_the_attempt_ended(run: RecordedRun) -> None:
+    run.judge(0, 34)
+    run.tell(24, Finished(step=24, batch=48))  # of the first pass over the data
+    run.tell(36, FinalStateLost(step=36, batch=72, checkpoint=None, steps=36, reason="the disk is full"))
+    (entry,) = audit_of(run).attempts
+    words = "the training loop ended, but its last 36 updates are in no checkpoint"
+    assert (entry.ended, entry.cause) == ("finished", words)
 
 
 def test_an_epoch_s_end_is_not_the_end_of_a_run_without_a_supervisor_either(run: RecordedRun) -> None:

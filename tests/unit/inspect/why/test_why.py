@@ -235,13 +235,16 @@ def test_what_a_run_has_accepted_and_could_not_keep_is_told_by_why_and_audit(
     assert "; ".join(remarks) in out.getvalue()
 
 
-@pytest.mark.parametrize("ends", ["of itself", "supervised", "without a word", "on a full disk"])
+@pytest.mark.parametrize("ends", ["of itself", "supervised", "without a word", "told to stop", "on a full disk"])
 def test_how_a_script_left_its_loop_or_lost_its_final_state_is_told_in_the_same_words_everywhere(
     run: RecordedRun, ends: str
 ) -> None:
     words, cause, how, code = SCRIPT_LEFT, "all ranks ended", "left", 1
     if ends == "without a word":
         cause = SCRIPT_LEFT
+    elif ends == "told to stop":  # as by a `break` on a flag that the script's own handler has set
+        run.tell(5, ScriptLeft(step=63, batch=126, unjudged=0, checkpoint=None))
+        cause, code = SCRIPT_LEFT, 75
     elif ends == "on a full disk":
         run.tell(5, FinalStateLost(step=63, batch=126, checkpoint=None, steps=63, reason="the disk is full"))
         how, words, code = "finished", "the training loop ended, but its last 63 updates are in no checkpoint", 74
@@ -253,10 +256,12 @@ def test_how_a_script_left_its_loop_or_lost_its_final_state_is_told_in_the_same_
         run.tell(6, RunEnded(exit_code=code, reason=words))
     audit = compile_audit(read_run_contents(run.paths.root))
     entry, ending, why = audit.attempts[0], read_status(run.paths.root).ending, read_attempt_report(run.paths.root)
-    assert (entry.ended, entry.cause, entry.at_least) == (how, words, False)
+    # Ranks that left by `os._exit` have told their step in a heartbeat, if at all, and may have gone further.
+    assert (entry.ended, entry.cause, entry.at_least) == (how, words, ends == "without a word")
     assert audit.ending is not None
     assert ending is not None
     assert audit.ending.account == ending.account == words
+    assert ending.how == ("preempted" if ends == "told to stop" else "gave_up")
     assert why.cause == (words if how == "left" else None)
     print_audit(Console(file=(out := io.StringIO()), width=2000), audit)
     assert f"{how}: {words}" in out.getvalue()

@@ -417,7 +417,7 @@ class TestInWords:
 
     def test_what_we_ended_ourselves_is_not_called_a_failure(self) -> None:
         assert self.told(status=-9, told=True) == "ended on request, before the ranks had stopped together"
-        assert self.told(status=0) == SCRIPT_LEFT
+        assert self.told(status=0) == self.told(status=0, told=True) == SCRIPT_LEFT
         done = replace(evidence(status=0), finished=Finished(step=39, batch=39))
         assert cause(done, first_cause(done, [])) == "all ranks ended"
         behind = replace(evidence(-9, told=True), finished=Finished(step=39, batch=39))

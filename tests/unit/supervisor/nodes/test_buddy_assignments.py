@@ -18,6 +18,7 @@ from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import end_marks, last_snapshot_result, slots
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.format.manifest import ShardRecord
+from rollback.errors import RunDirectoryError
 from rollback.facts.training import Committed, Fact, NoBuddyCopy, NoLastSnapshot, PartBroughtBack
 from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
@@ -28,6 +29,7 @@ from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.last_snapshot import forget_last_snapshot, last_snapshot_on_host
+from rollback.supervisor.nodes import buddy_assignments
 from rollback.supervisor.nodes.buddy_assignments import BuddyAssignments, addresses
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
@@ -355,6 +357,32 @@ def test_a_disk_that_refuses_the_record_for_a_moment_does_not_end_the_run_betwee
     assert arranged is not None
     assert (arranged.run, arranged.wanted) == (IDENTITY.run_id, ("c000007-s00000007",))
     assert [line.partition(";")[2] for line in said] == [" it is tried again for 10 s"]
+
+
+def test_a_job_that_is_told_to_stop_waits_for_no_disk_before_its_next_attempt(
+    paths: RunPaths, buddy: Buddy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals: list[RunPaths] = []
+
+    def refused(paths: RunPaths) -> None:
+        refusals.append(paths)
+        raise RunDirectoryError(f"reading {paths.identity}") from OSError(errno.EIO, "Input/output error")
+
+    def told_to_stop() -> bool:
+        """Once the disk is waited for. Before that, the other node comes."""
+        other = report(leader=leader._publisher.record.leader, attempt=1)
+        write_in_place(paths.node(other.node), other.model_dump_json().encode())
+        return len(refusals) > 2
+
+    monkeypatch.setattr(buddy_assignments, "read_identity", refused)
+    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
+    leader = Leader(OwnNode(paths, place(), print, buddy=buddy), SharedMeeting(paths, 2))
+    try:
+        assert not leader.gather(1, told_to_stop)
+        assert len(refusals) == 3
+        assert leader._publisher.record.phase == "gather", "no node is told to start"
+    finally:
+        leader._publisher.stop()
 
 
 def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_have_kept(
