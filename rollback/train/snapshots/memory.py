@@ -51,7 +51,8 @@ class SnapshotMemory:
         return self._size > 0
 
     def fit(self, share: RankShare) -> int:
-        """Collective: have room for snapshots of such a share, in the background. Returns the rank's shard size."""
+        """Collective: snapshots will be of such a share. Returns the rank's shard size, by which it is decided how many
+        slots there are to be. `use_slots` makes room for them."""
         self.outgrown = False
         kinds = share.kinds()
         # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
@@ -61,7 +62,6 @@ class SnapshotMemory:
         sizes = self._ranks.from_each(self._size) if has_packs(self._ranks.world_size) else None
         self.place = place_in_run(self._ranks.rank, sizes)
         self._device = next((item.device for item in share.tensors.values() if item.is_cuda), None)
-        self._prepare()
         return self._size
 
     def layout_of(self, share: RankShare) -> Layout:
@@ -69,11 +69,14 @@ class SnapshotMemory:
         return lay_out(share.kinds(), self._head, self._size)
 
     def use_slots(self, count: int) -> None:
-        """Use this many slots from now on; 0: private memory, which is written to the ring."""
+        """Use this many slots from now on, and make the next one ready in the background; 0: private memory, which is
+        written to the ring."""
         if self._fast is not None:
             self._fast.resize(count)
         self._buffer = self._choose_buffer()
-        self._prepare()
+        self._all_ready = self._said_ready = False
+        if self.fitted:
+            self._buffer.fit(self._size, self._device)
 
     @property
     def slots(self) -> int:
@@ -97,11 +100,6 @@ class SnapshotMemory:
 
     def _choose_buffer(self) -> FastTier | Staging:
         return self._fast if self._fast is not None and self._fast.count else self._staging
-
-    def _prepare(self) -> None:
-        self._all_ready = self._said_ready = False
-        if self.fitted:
-            self._buffer.fit(self._size, self._device)
 
     # Whether it is ready -------------------------------------------------------------------------------------------
 

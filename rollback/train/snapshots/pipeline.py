@@ -88,7 +88,7 @@ class Snapshots:
         return self.in_flight is None and self.memory.ready
 
     def fit_memory(self, image: Image) -> int:
-        """Collective: make room for snapshots of this image, in the background. Returns the rank's shard size."""
+        """Collective: snapshots will be of such an image. Returns the rank's shard size. See `SnapshotMemory.fit`."""
         drift.require_alike(image, self._ranks)
         self.frozen.agree(image, self._ranks)
         return self.memory.fit(share_of(image, self._ranks, self.frozen.digests))
@@ -98,6 +98,7 @@ class Snapshots:
         return why; else an empty string."""
         if not self.memory.fitted:
             self.fit_memory(image)
+            self.memory.use_slots(self.memory.slots)
         return self.memory.await_ready()
 
     # The flight ----------------------------------------------------------------------------------------------------

@@ -58,8 +58,7 @@ def test_a_checkpoint_is_verified_with_all_of_them(place: str, tmp_path: Path, m
     saved, ranks = state_of(1), Ranks()
     snapshots = Snapshots(paths, ranks, 0, 1, tier)
     snapshots.fit_memory(saved.image())
-    if tier is not None:
-        snapshots.memory.use_slots(1)
+    snapshots.memory.use_slots(0 if tier is None else 1)
     snapshots.await_ready(saved.image())
     flight = snapshots.start_snapshot(saved.image(), step=7, batch=7, epoch=0, timeline=0)
     name = flight.manifest.name

@@ -53,6 +53,7 @@ class OneRank:
     def take(self, state: TrainingState, step: int) -> Landing:
         if self.snapshots.memory.outgrown:
             self.snapshots.fit_memory(state.image())
+            self.snapshots.memory.use_slots(0)
         self.snapshots.await_ready(state.image())
         self.snapshots.start_snapshot(state.image(), step=step, batch=step, epoch=0, timeline=0)
         landing = self.snapshots.await_landing()
@@ -185,6 +186,7 @@ def test_what_changes_before_the_file_is_there_is_not_in_it(one: OneRank) -> Non
     model = Adapted()
     state = state_of(model)
     one.snapshots.fit_memory(state.image())
+    one.snapshots.memory.use_slots(0)
     write_past_the_counter(model)
     assert not one.take(state, 1).committed
     manifest = one.manifest(one.take(state, 2))

@@ -146,6 +146,7 @@ def test_a_fast_tier_that_fails_while_it_is_waited_for_is_left_for_its_own_reaso
 def test_memory_is_not_ready_while_a_thread_works_on_a_snapshot_in_it(two: TwoRanks) -> None:
     one = two.ranks[0]
     one.fit_memory(two.image)
+    one.memory.use_slots(0)
     one.wait()
     assert one.signs().ready
     one.memory.used_by = Future()
@@ -199,6 +200,7 @@ def test_a_state_that_outgrows_its_room_on_one_rank_is_dropped_on_all_and_fits_t
     assert not any(one.ready for one in two.ranks), "there is none yet"
     for one, image in zip(two.ranks, images, strict=True):
         one.fit_memory(image)
+        one.memory.use_slots(0)
     two.beat()
     assert all(one.ready for one in two.ranks)
     for one, image in zip(two.ranks, images, strict=True):

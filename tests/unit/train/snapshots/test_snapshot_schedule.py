@@ -13,6 +13,7 @@ from rollback.facts.training import Committed, Dropped
 from rollback.train.comm.ranks import Ranks
 from rollback.train.loop import TrainingLoop
 from rollback.train.pass_rehearsal import PassRehearsal
+from rollback.train.snapshots.buffers import Staging
 from rollback.train.snapshots.schedule import OptimizerStates, SnapshotSchedule
 
 
@@ -103,3 +104,22 @@ def test_the_pace_is_not_asked_at_a_step_s_end_at_which_a_rehearsal_has_a_checkp
     train(toy.with_settings(skip_after=12), tmp_path / "run")
     before = {asked[place - 1] for place, name in enumerate(asked) if name == "prepare"}
     assert before == {"_next_of_epoch"}
+
+
+@pytest.mark.parametrize("in_slots", [True, False])
+def test_private_memory_is_made_where_there_are_no_slots_and_only_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_slots: bool
+) -> None:
+    """It is as large as a slot, and to touch it for the first time takes as long: beside a restart's first step."""
+    memory, made = tmp_path / "memory", list[int]()
+    memory.mkdir(mode=0o700)
+    ordinary = Staging._make
+
+    def noted(staging: Staging, size: int, device: torch.device | None) -> None:
+        made.append(size)
+        ordinary(staging, size, device)
+
+    monkeypatch.setattr(Staging, "_make", noted)
+    train(Toy(samples=40).with_settings(fast_tier=str(memory) if in_slots else "off"), tmp_path / "run")
+    assert bool(made) is not in_slots
+    assert {fact.tier for fact in facts(tmp_path / "run", Committed)} == {"fast" if in_slots else "durable"}
