@@ -336,8 +336,9 @@ def test_guards_that_are_gone_leave_no_file_open(tmp_path: Path) -> None:
         # A last guard's heartbeat goes on, and opens files of its own for a moment.
         return len([path for path in open_paths() if "ranks" not in (path.name, path.parent.name)])
 
-    first = open_files(0)
-    assert [open_files(number) for number in range(1, 4)] == [first] * 3
+    # The one before is there for a moment longer, where a thread of its heartbeat has not heard yet that it is over.
+    counts = [open_files(number) for number in range(10)]
+    assert min(counts[5:]) <= counts[0], f"one file of each would be five more: {counts}"
 
 
 def test_a_guard_that_is_closed_holds_no_record_of_its_data_open(tmp_path: Path) -> None:
