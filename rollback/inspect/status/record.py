@@ -31,6 +31,8 @@ class RunRecord:
     """The line that began the present stretch of training."""
     waiting: tuple[str, facts.RestartScheduled] | None = None
     """What scheduled an attempt that has not started, and when."""
+    cause: str | None = None
+    """Why the last attempt has ended, in words."""
     lost: facts.Window | None = None
     """The steps that were undone and must be done again."""
     began: str | None = None
@@ -94,7 +96,7 @@ class RunRecord:
             case facts.AttemptStarted() | facts.RunEnded():
                 self.waiting = None
             case facts.AttemptEnded() as fact:
-                self._reached = fact.step
+                self._reached, self.cause = fact.step, fact.cause
                 if fact.why is not None and self._kept_of != record.attempt:
                     self.last_snapshot = None  # that of an attempt before it
             case facts.SpareNodes() as fact:

@@ -90,6 +90,9 @@ class RunStatus(Document):
     candidates: list[str]
     ring: list[HeldCheckpoint] = Field(description="those that this host can see, oldest first")
     durable: Durable | None = Field(description="null: nothing was copied to one yet")
+    waiting: str | None = Field(
+        None, description="why there is to be another attempt, where the last one is over and the next has not begun"
+    )
     work: Work | None = Field(description="null: nothing but training")
     began: str | None = Field(description="time of the first fact")
     init: InitialState | None = Field(None, description="what the run began with, written by others")

@@ -170,6 +170,7 @@ def _status(
         candidates=[held.checkpoint for held in ring if not held.good],
         ring=ring,
         durable=_durable(paths, past),
+        waiting=past.cause if state == "starting" and past.waiting is not None else None,
         work=_work(paths, past, state, point, now),
         began=past.began,
         incidents=len(history.cases),

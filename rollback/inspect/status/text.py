@@ -26,6 +26,7 @@ def _status_rows(status: RunStatus) -> Iterator[tuple[str, str | Text]]:
     if status.attempt:
         state.append(f", attempt {status.attempt}")
     yield "state", state
+    yield from [("waiting", quoted(f"for the next attempt: {status.waiting}"))] if status.waiting else []
     yield from [("began with", quoted(status.init.in_words()))] if status.init else []
     if status.holder:
         who = status.holder

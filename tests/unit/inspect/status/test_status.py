@@ -16,7 +16,15 @@ from vouched import kinds_parsed
 
 from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
-from rollback.facts.training import AttemptEnded, Drained, Evicted, Finished, RestartScheduled, Restored
+from rollback.facts.training import (
+    AttemptEnded,
+    AttemptStarted,
+    Drained,
+    Evicted,
+    Finished,
+    RestartScheduled,
+    Restored,
+)
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.record.ending import NO_END
@@ -348,3 +356,7 @@ def test_a_supervisor_that_waits_to_begin_again_has_not_ended_whatever_the_ranks
     assert (status.state, status.ending) == ("starting", None)
     assert status.work is not None
     assert status.work.what == "waiting before the next attempt"
+    shown = CliRunner().invoke(app, ["status", str(run.paths.root)]).stdout
+    assert "for the next attempt: rank 1 was killed" in shown, "which may take the whole --node-timeout"
+    run.tell(60, AttemptStarted(command=("torchrun",), host="node1", pid=1), 2)
+    assert status_of(run).waiting is None
