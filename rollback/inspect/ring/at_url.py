@@ -36,7 +36,7 @@ class ReadableRun:
 
     def listing(self) -> Listing:
         """As `read_listing`, under the name that the user has given: a URL, not the temporary copy of its record."""
-        at_url = {} if self.store is None else {"ring": self.name}
+        at_url = {} if self.store is None else {"ring": self.name, "url": None}
         return read_listing(self.root).model_copy(update={"directory": self.name, **at_url})
 
     @contextmanager

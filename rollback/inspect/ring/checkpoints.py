@@ -80,6 +80,9 @@ class Listing(Document):
 
     directory: str
     ring: str = Field(description="where the ring is: a path that works from anywhere, or a URL")
+    url: str | None = Field(
+        None, description="where the run keeps a ring besides, of which nothing is listed here; null: at no URL"
+    )
     checkpoints: list[Checkpoint] = Field(description="oldest first")
     final: str | None = Field(None, description="the one with the final state, where the run is complete")
     calm: bool = Field(True, description="whether the last step before it was judged healthy")
@@ -135,6 +138,7 @@ def read_listing(root: Path) -> Listing:
     return Listing(
         directory=str(root),
         ring=str(paths.ring.absolute()),
+        url=history.settings.get("ring") if history else None,
         checkpoints=entries,
         final=final,
         calm=finished.calm if finished else True,

@@ -1,5 +1,6 @@
 """The ring for a terminal: what `rollback ring list` and `verify` print."""
 
+import shlex
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -40,6 +41,9 @@ def print_listing(console: Console, listing: Listing) -> None:
         what = f"frozen weights, stored once: {size(shared.bytes)} for {shared.checkpoints} checkpoints ({shared.file})"
         console.print(quoted(what), soft_wrap=True)
     console.print(quoted(f"the ring is at {listing.ring}"))
+    if listing.url is not None:
+        command = f"rollback ring list {shlex.quote(listing.url)}"
+        console.print(quoted(f"what the run keeps at its URL is not listed here: {command}"), soft_wrap=True)
     _print_faults(console, [(entry.checkpoint, entry.fault) for entry in listing.checkpoints if entry.fault])
     _print_faults(console, [(entry.slot, entry.fault) for entry in listing.damaged_slots])
     _print_leftovers(console, listing.leftovers)

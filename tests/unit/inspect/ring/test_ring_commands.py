@@ -143,6 +143,15 @@ def test_the_list_says_where_the_ring_is_so_that_it_is_found_from_anywhere(
     assert json.loads(command("list", paths.root.name, "--json").stdout)["ring"] == str(paths.ring)
 
 
+def test_the_list_says_how_to_see_what_the_run_keeps_at_its_url(paths: RunPaths) -> None:
+    """It may be all that a run has left, and is not in the list of a run directory."""
+    assert "at its URL" not in command("list", paths.root).stdout
+    settings = {"policy": "balanced", "ring": "s3://bucket/run"}
+    tell(paths, attached(OLD, 10).model_copy(update={"settings": settings}))
+    assert "is not listed here: rollback ring list s3://bucket/run\n" in command("list", paths.root).stdout
+    assert json.loads(command("list", paths.root, "--json").stdout)["url"] == "s3://bucket/run"
+
+
 def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
     pins.pin(paths, OLD)
     ring.begin_writing(paths, "c000003-s00000040", 1)
