@@ -37,7 +37,8 @@ def reach(
     until = time.monotonic() + expected
     while True:
         try:
-            store.probe(writing=writing)
+            with store.told_if_stuck(say):
+                store.probe(writing=writing)
             return store
         except RingUnavailable as error:
             if store.refused or (left := until - time.monotonic()) <= 0:

@@ -222,7 +222,8 @@ class HostLaunch:
         """Bring the newest state from the ring's URL. Returns what was brought."""
         if self.store is None or not self.options.fetches:
             return ()
-        with _until_told(self.signals, f"the newest state was fetched from {self.store.url}"):
+        doing = f"the newest state was fetched from {self.store.url}"
+        with _until_told(self.signals, doing), self.store.told_if_stuck(self.say):
             if self.own is not None:  # of many nodes, the one that leads asks whether it may write
                 self.store.probe()
             return fetch(self.store, self.options.paths, self.say)

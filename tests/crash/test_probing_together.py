@@ -5,8 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import faulty
 import pytest
+from waiting import wait_for
 
 from rollback.errors import RingUnavailable
+from rollback.ring.url import store as storing
 from rollback.ring.url.store import Store
 from rollback.supervisor import draining
 from rollback.supervisor.draining import reach
@@ -51,3 +53,17 @@ def test_a_node_that_others_may_wait_for_asks_longer_where_that_may_help(
 
     assert reach("faulty://shared/run", writing=False, expected=60.0, say=say) is not None
     assert "it is tried again for 60 s" in said[0]
+
+
+def test_a_launch_says_that_its_url_does_not_answer(bucket: faulty.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may be patient for minutes before it fails."""
+    monkeypatch.setattr(storing, "STUCK", 0.05)
+    find, said = bucket.find, list[str]()
+
+    def answer_once_that_is_said(key: str) -> bytes:
+        wait_for(lambda: said)
+        return find(key)
+
+    monkeypatch.setattr(bucket, "find", answer_once_that_is_said)
+    assert reach("faulty://shared/run", writing=False, say=said.append) is not None
+    assert said == ["faulty://shared/run has not answered for 0 s; it is tried again"]

@@ -744,6 +744,28 @@ def test_a_url_that_cannot_be_copied_aside_is_told_of_in_words(
         assert told.value.hint == "make room there, or set TMPDIR to a directory that can be written"
 
 
+def test_who_reads_a_url_that_does_not_answer_is_told_what_the_command_waits_for(
+    run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(opened(run.paths), run.paths, NAMES[1])
+    find, told = bucket.find, list[str]()
+
+    def answer_once_it_is_told(key: str) -> bytes:
+        wait_for(lambda: told.append(capsys.readouterr().err) or "has not answered" in "".join(told))
+        return find(key)
+
+    with readable(URL) as place, place.shards(NAMES[1]):
+        assert capsys.readouterr().err == ""
+    monkeypatch.setattr(storing, "STUCK", 0.05)
+    monkeypatch.setattr(bucket, "find", answer_once_it_is_told)
+    with readable(URL) as place:
+        assert f"rollback: {URL} has not answered for" in "".join(told)
+        told.clear()
+        with place.shards(NAMES[1]):
+            pass
+    assert f"rollback: {URL} has not answered for" in "".join(told)
+
+
 def test_what_a_url_says_of_itself_is_not_believed(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
     import json
 

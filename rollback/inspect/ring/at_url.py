@@ -14,6 +14,7 @@ from rollback.ring.url import record
 from rollback.ring.url.index import Index, checkpoint_key, frozen_key, read_indexes
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import MANIFEST, RunPaths
+from rollback.terminal.messages import say
 
 _NEEDED = ("run.json", "journal/", "pins/")
 _PATIENCE = 30.0
@@ -52,7 +53,8 @@ class ReadableRun:
         directory = paths.checkpoint(checkpoint)
         manifest = read_manifest(directory)
         try:
-            with reporting(OutputNotWritten, f"copying {checkpoint} of {self.name} into a temporary directory", _ROOM):
+            doing = f"copying {checkpoint} of {self.name} into a temporary directory"
+            with reporting(OutputNotWritten, doing, _ROOM), self.store.told_if_stuck(say):
                 if (needed := manifest.frozen) is not None and not frozen.is_there(paths, needed):
                     paths.frozen.mkdir(exist_ok=True)  # what many checkpoints have is fetched once
                     self.store.get_file(frozen_key(needed), paths.frozen / needed.file, needed.written)
@@ -74,12 +76,13 @@ def readable(place: str) -> Iterator[ReadableRun]:
         yield ReadableRun(Path(place), place)
         return
     store = Store(place, patience=_PATIENCE)
-    indexes = read_indexes(store)
+    with store.told_if_stuck(say):
+        indexes = read_indexes(store)
     if not indexes:
         raise UsageError(f"there is no ring at {store.url}", hint="`rollback launch --ring URL` makes one")
     doing = f"copying the record of {store.url} into a temporary directory"
     with ExitStack() as kept:
-        with reporting(OutputNotWritten, doing, _ROOM):
+        with reporting(OutputNotWritten, doing, _ROOM), store.told_if_stuck(say):
             paths = RunPaths(Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rollback-ring-"))))
             _copy_record(store, indexes[0], paths)
         yield ReadableRun(paths.root, store.url, store)

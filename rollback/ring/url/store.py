@@ -115,6 +115,10 @@ class Store:
         with called_every("rollback-stuck", STUCK / 10, watch):
             yield
 
+    def told_if_stuck(self, say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
+        """In this block: tell people, once, what they wait for, however patient the file system is."""
+        return self.if_stuck(lambda: say(f"{self.url} has not answered for {STUCK:.0f} s; it is tried again"))
+
     def probe(self, *, writing: bool = True) -> None:
         """Raise RingUnavailable unless objects can be read, written and deleted there.
 
