@@ -10,6 +10,7 @@ from job_results import Scenarios
 from toy import Toy, facts, require_same
 
 from rollback.checkpoints import tiers
+from rollback.environment import ENV_APART
 from rollback.facts.training import (
     Attached,
     BecameGood,
@@ -17,6 +18,7 @@ from rollback.facts.training import (
     Committed,
     Dropped,
     Evicted,
+    Finished,
     LastSaveFailed,
     LeftDurableRing,
     Planned,
@@ -81,6 +83,28 @@ def test_a_fast_tier_that_fails_after_its_slots_were_mapped_is_left_for_the_run_
     status, output = scenarios.launch(run, ranks=1)
     assert status == 0, output
     assert facts(run, Attached)[-1].step == stopped.step
+    require_same(scenarios.portrait("job", 0), undisturbed, fault)
+
+
+@pytest.mark.parametrize("fault", ["full", "its shards removed"])
+def test_hosts_apart_use_a_fast_tier_that_has_failed_again_once_it_works(
+    tmp_path: Path, memory: Path, undisturbed: dict[str, str], fault: str
+) -> None:
+    """They have no other place for checkpoints: that of another host is of no use to them."""
+    scenarios, run = Scenarios(tmp_path), tmp_path / "job"
+    fails, works = (fill(memory), f"rm {memory}/filler") if fault == "full" else (f"rm {memory}/*/*/slot-*/rank-*", ":")
+    toy = TOY.with_settings(fast_tier=str(memory), ring=f"file://{tmp_path}/bucket")
+    scenarios.add("job", toy, shell=[0, 17, fails, 0, 38, works])
+    scenarios.environment[ENV_APART] = "1"
+    output = scenarios.torchrun(1)
+    committed = facts(run, Committed)
+    assert {fact.tier for fact in committed} == {"fast"}
+    (finished,) = facts(run, Finished)
+    assert finished.checkpoint == committed[-1].checkpoint, output
+    assert [fact.step for fact in committed if fact.step > 38][:2] == [40, 50], output
+    assert output.count("the fast tier: it") == 1, "it is said once"
+    assert "run directory from now on" not in output
+    assert (fault == "full") == ("could be written again" in output)
     require_same(scenarios.portrait("job", 0), undisturbed, fault)
 
 

@@ -117,8 +117,9 @@ class FastTier:
         self.next_slot: int | None = None
 
     def resize(self, count: int) -> None:
-        """Use this many slots from now on. Checkpoints in the other slots stay until they are evicted."""
-        surplus, self.count = range(count, self.count), count
+        """Use this many slots from now on, also where using them has failed before. Checkpoints in the other slots stay
+        until they are evicted."""
+        surplus, self.count, self.fault = range(count, self.count), count, None
         self._choose()
         for number in surplus:
             if number not in self._taken:

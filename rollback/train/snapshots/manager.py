@@ -61,6 +61,8 @@ class CheckpointManager:
         self._leaving: dict[str, Callable[[bool], None]] = {}  # touched by the thread alone
         self._failing = False
         """Whether the last snapshot could not be written. That is said once, however many follow."""
+        self._left = False
+        """Whether the fast tier has been left since the last checkpoint was committed."""
         self.unanswered: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
@@ -94,22 +96,26 @@ class CheckpointManager:
                 self.leave_failed_tier()
 
     def leave_failed_tier(self) -> None:
-        """If the fast tier has failed on any rank, write to the run directory from now on."""
+        """If the fast tier has failed on any rank, do not use it any more: see `tell_left`."""
         if self.snapshots.memory.tier == "fast" and not self._ranks.all_of(self.snapshots.memory.fault is None):
             self._leave_fast_tier("it has failed")
 
     def tell_left(self, why: str) -> None:
-        """Journal that the fast tier is not used for writing any more."""
+        """Journal that the fast tier is not used for writing any more. Hosts apart have no other place: with each
+        snapshot it is tried again, and that is said once, until one is a checkpoint."""
+        apart = self._ranks.apart
+        then = "it is tried again" if apart else "checkpoints are written to the run directory from now on"
         self._record.note(
             Saving(slots=0, slot_bytes=0, capture=self.snapshots.mode, reason=f"the fast tier: {why}"),
-            f"the fast tier: {why}; checkpoints are written to the run directory from now on",
+            f"the fast tier: {why}; {then}" if not (apart and self._left) else None,
         )
+        self._left = True
 
     def _leave_fast_tier(self, why: str) -> None:
         detail = f" (this rank: {self.snapshots.memory.fault})" if self.snapshots.memory.fault else ""
         self.snapshots.memory.use_slots(0)
         self.tell_left(why + detail)
-        self.wanting = True
+        self.wanting = not self._ranks.apart  # what fails at once is not to be tried in each step
         self.look_after()
 
     def look_after(self) -> None:
@@ -267,6 +273,7 @@ class CheckpointManager:
                 if not landing.nonfinite_ranks and not failed_before else None,
             )  # fmt: skip
             return
+        self._left = False
         self._record.note(
             Committed(
                 checkpoint=manifest.name,

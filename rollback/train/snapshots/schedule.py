@@ -140,7 +140,7 @@ class SnapshotSchedule:
         """Begin a snapshot of the present state."""
         began = time.perf_counter()
         image, cursor, step = self._state.image(), self._state.cursor, self._state.counters.step
-        if self._snapshots.memory.outgrown:
+        if self._snapshots.memory.outgrown or (self._ranks.apart and not self._snapshots.memory.slots):
             self._prepare()
         if not self._snapshots.ready:
             self._checkpoints.leave_failed_tier()
@@ -209,10 +209,11 @@ class SnapshotSchedule:
         """Make room for snapshots, as much as they will need.
 
         Once more after the first update of a fresh run, and where the state has grown beyond it. A fast tier that has
-        failed meanwhile is left alone.
+        failed meanwhile is left alone, but not by hosts apart: a shard in the run directory of one is of no use to the
+        others. They try it again.
         """
         before = self._allotted
-        if before is not None and before.slots and not self._snapshots.memory.slots:
+        if before is not None and before.slots and not (self._snapshots.memory.slots or self._ranks.apart):
             self._tier = None, "the fast tier has failed"
         image = self._state.image()
         needed = self._snapshots.fit_memory(image)
