@@ -372,10 +372,11 @@ def test_nobody_is_the_same_node_twice(tmp_path: Path) -> None:
 def test_options_that_another_node_does_not_have_are_told_as_other_arguments_are(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("train()")
 
-    def told(nodes: str = "2", arguments: Sequence[str] = (), spares: int = 0) -> dict[str, str]:
-        job = LaunchedJob({"nnodes": nodes}, str(tmp_path / "train.py"), list(arguments))
+    def told(nodes: str = "2", arguments: Sequence[str] = (), spares: int = 0, each: str = "1") -> dict[str, str]:
+        job = LaunchedJob({"nnodes": nodes, "nproc-per-node": each}, str(tmp_path / "train.py"), list(arguments))
         return command_of(job, Settings(), {"--spare-nodes": spares})
 
     assert differences(told(), told("3")) == "--nnodes"
     assert differences(told(), told(arguments=["--lr", "1"])) == "arguments"
     assert differences(told(), told(spares=1)) == "--spare-nodes"
+    assert differences(told(), told(each="2")) == "--nproc", "a spare would give the job other ranks than it had"
