@@ -115,7 +115,8 @@ class RingAtUrl:
         stored = manifest.packed(shares.all)
         for key, expected in _objects(stored):
             if (size := self._store.size(key)) != expected:
-                raise CheckpointDamaged(f"{self.place} has {size} bytes of {key}, which {name} needs, not {expected}")
+                found = "does not have" if size is None else f"has {size} bytes, not {expected}, of"
+                raise CheckpointDamaged(f"{self.place} {found} {key}, which {name} needs")
         self._store.put(checkpoint_key(name), stored.to_json())
         self._held[name] = frozen
         self._remains.remove(name)
