@@ -122,6 +122,10 @@ class RingUnavailable(RollbackError, exit_code=ExitCode.IO):
     """The ring's URL cannot be reached or used."""
 
 
+class IndexDamaged(RingUnavailable):
+    """The ring's URL can be reached, and none of its indexes can be believed."""
+
+
 class JournalDamaged(RunDirectoryError):
     """A journal line that no crash has torn is damaged."""
 

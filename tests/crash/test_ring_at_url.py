@@ -404,6 +404,28 @@ def test_a_lost_index_leaves_the_other_one(
     assert newest == (NAMES[2] if slot == 0 else NAMES[1])
 
 
+def test_where_both_indexes_are_damaged_the_process_that_writes_there_puts_back_the_last_one(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    at_url = opened(run.paths, told.append)
+    for name in NAMES[:2]:
+        put(at_url, run.paths, name)
+    for key in [key for key in bucket.objects if "/index-" in key or "/record/" in key]:
+        bucket.objects[key] = bucket.objects[key][:-1]
+    with pytest.raises(RingUnavailable, match="is damaged"):
+        put(at_url, run.paths, NAMES[2])
+    with pytest.raises(RingUnavailable, match="is damaged"):
+        opened(run.paths)  # a process that has written nothing there does not know what was there
+    at_url.open()
+    assert "The last one that this process knows is put there again" in told[0]
+    put(at_url, run.paths, NAMES[2])
+    new = fetched(tmp_path / "new")
+    assert list(at_url.held()) == NAMES
+    assert ring.names(new)[-1] == NAMES[2]
+    assert journal(new) == journal(run.paths)
+
+
 def test_a_record_that_somebody_removes_is_put_there_again(
     run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import xxhash
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from rollback.checkpoints.format.manifest import FrozenRecord, check_of, parse_checked
-from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
+from rollback.errors import CheckpointDamaged, IndexDamaged, RunDoesNotFit
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointName, RunPaths
 
@@ -137,8 +137,8 @@ def describe(data: bytes) -> RecordPiece:
 def read_indexes(store: Store) -> list[Index]:
     """The sound indexes at a URL, newest first; none where there is no ring yet.
 
-    Raises RingUnavailable where the URL cannot be read, or where its content fails verification; RunDoesNotFit where
-    another version of the format wrote it.
+    Raises RingUnavailable where the URL cannot be read; IndexDamaged where its content fails verification;
+    RunDoesNotFit where another version of the format wrote it.
     """
     found, faults = [], []
     for slot in (0, 1):
@@ -151,7 +151,7 @@ def read_indexes(store: Store) -> list[Index]:
         except (CheckpointDamaged, ValueError) as error:
             faults.append(f"{index_key(slot)} is damaged ({str(error).splitlines()[0]})")
     if faults and not found:
-        raise RingUnavailable(
+        raise IndexDamaged(
             f"reading the ring {store.url}: {'; '.join(faults)}",
             hint="restore the index from a copy, or name another URL; nothing was changed",
         )

@@ -8,7 +8,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rollback.checkpoints.format.manifest import CheckpointFile, FrozenRecord, Manifest
-from rollback.errors import BRING_BACK, CheckpointDamaged, RingUnavailable, RunDirectoryError, RunDoesNotFit
+from rollback.errors import (
+    BRING_BACK,
+    CheckpointDamaged,
+    IndexDamaged,
+    RingUnavailable,
+    RunDirectoryError,
+    RunDoesNotFit,
+)
 from rollback.ring.copy_requests import CopyingHosts
 from rollback.ring.url import record
 from rollback.ring.url.fetch import bring, is_abandoned, read_manifest_at, relation_of, require_same_run
@@ -68,7 +75,13 @@ class RingAtUrl:
         if identity is None:  # it was there before any rank attached
             hint = BRING_BACK.format(self._paths.root)
             raise RunDirectoryError(f"reading {self._paths.identity}: it is gone", hint=hint)
-        indexes = read_indexes(self._store)
+        try:
+            indexes = read_indexes(self._store)
+        except IndexDamaged as error:
+            if self._index is None or not self._index.generation:
+                raise
+            self._put_back(self._index, error)
+            indexes = [self._index]
         start = first_index(identity.run_id, self._writer)
         if indexes and is_abandoned(self._store, indexes[0], identity):
             # Taken over: generations go on, so that ours is the newer one.
@@ -160,6 +173,12 @@ class RingAtUrl:
         self._forgotten -= self._index.keys | new.keys
         self._previous, self._index = self._index, new
         self._look_for_pieces()
+
+    def _put_back(self, last: Index, error: IndexDamaged) -> None:
+        """Somebody has damaged what this process wrote last, or read at its start. It knows what was there: without
+        this nothing could be copied any more for as long as the run lives."""
+        self._store.put(index_key(last.generation), last.to_json())
+        self._say(f"the durable ring: {error.message}. The last one that this process knows is put there again")
 
     def _delete_forgotten(self) -> None:
         self._can_delete = False
