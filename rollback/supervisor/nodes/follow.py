@@ -8,7 +8,7 @@ from rollback.checkpoints.fast_tier import end_marks
 from rollback.errors import ExitCode, NodesMissing, RollbackError, RunInUse, UsageError
 from rollback.ring.shard_copier import ShardCopier
 from rollback.rundir.host_records import SILENT_AFTER, RecordPublisher, RecordWatcher
-from rollback.rundir.record_location import write_record_location
+from rollback.rundir.record_location import forget_record_location, write_record_location
 from rollback.supervisor.diagnosis.hang import TELLING
 from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.last_snapshot import last_snapshot_on_host
@@ -181,7 +181,14 @@ class Follower:
                 self._say(f"{self._place.name} waits {what}; no checkpoint is fetched ahead: {error.message}")
                 self._fetches_ahead = False
                 return
+            self._write_record_location(orders)
             self._say(f"{self._place.name} waits {what}; the newest checkpoint is fetched ahead")
+
+    def _write_record_location(self, orders: LeaderOrders) -> None:
+        """For who looks into this host's run directory."""
+        if self._files is not None:
+            has = self._files.handed_over
+            write_record_location(self._paths, orders.host, orders.directory, self._say, has=has)
 
     def _end_waiting(self, *, over: bool) -> None:
         if self._ahead is not None:
@@ -189,6 +196,7 @@ class Follower:
             self._ahead = None
             with contextlib.suppress(OSError):
                 if over and not self._paths.identity.exists():  # no rank has run here
+                    forget_record_location(self._paths)
                     forget_fetched(self._paths)
 
     def _attempt(self, orders: LeaderOrders, publisher: RecordPublisher[NodeReport]) -> HostOutcome:
@@ -230,8 +238,7 @@ class Follower:
                         until_over.enter_context(handing_over(self._files, publisher, self._meeting.transport.every))
                     except RollbackError as error:  # all of it is handed over when the attempt is over
                         self._say(f"{self._place.name} hands over nothing of the record meanwhile: {error.message}")
-                    has = self._files.handed_over
-                    write_record_location(self._paths, orders.host, orders.directory, self._say, has=has)
+                    self._write_record_location(orders)
             self._look_at_ranks(running, publisher, orders)
             move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
             if self._signals.insistent:

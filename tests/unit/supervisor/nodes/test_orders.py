@@ -19,6 +19,7 @@ from rollback.rundir.heartbeats import Heartbeat
 from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.record_location import read_record_location
 from rollback.supervisor import hang_watch
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.diagnosis.hang import HangLimits
@@ -336,9 +337,11 @@ def test_who_hears_of_an_attempt_when_it_is_to_end_begins_nothing_and_holds_nobo
 def test_a_node_that_comes_back_during_an_attempt_waits_for_the_next_one_and_is_no_spare(paths: RunPaths) -> None:
     """As where its supervisor alone was killed. The job has no spare nodes."""
     following = Following(paths, ring=f"file://{paths.root.parent}/bucket")
-    following.leads.show(phase="run", members=("a:1:1.0", "somebody else"))
+    following.leads.show(phase="run", members=("a:1:1.0", "somebody else"), directory="/there/run")
     following.until(lambda: any("is fetched ahead" in line for line in following.told))
+    assert read_record_location(paths) == ("a", "/there/run"), "who asks here is told where the run is"
     assert following.end() == ["done"]
+    assert not paths.record_location.exists(), "nothing of the run has been here"
     assert not any("as a spare" in line for line in following.told), following.told
 
 
