@@ -66,4 +66,4 @@ def test_a_launch_says_that_its_url_does_not_answer(bucket: faulty.Bucket, monke
 
     monkeypatch.setattr(bucket, "find", answer_once_that_is_said)
     assert reach("faulty://shared/run", writing=False, say=said.append) is not None
-    assert said == ["faulty://shared/run has not answered for 0 s; it is tried again"]
+    assert said == ["nothing has got through to faulty://shared/run for 0 s; it is tried again"]

@@ -773,7 +773,7 @@ def test_who_reads_a_url_that_does_not_answer_is_told_what_the_command_waits_for
     find, told = bucket.find, list[str]()
 
     def answer_once_it_is_told(key: str) -> bytes:
-        wait_for(lambda: told.append(capsys.readouterr().err) or "has not answered" in "".join(told))
+        wait_for(lambda: told.append(capsys.readouterr().err) or "has got through" in "".join(told))
         return find(key)
 
     with readable(URL) as place, place.shards(NAMES[1]):
@@ -781,11 +781,11 @@ def test_who_reads_a_url_that_does_not_answer_is_told_what_the_command_waits_for
     monkeypatch.setattr(storing, "STUCK", 0.05)
     monkeypatch.setattr(bucket, "find", answer_once_it_is_told)
     with readable(URL) as place:
-        assert f"rollback: {URL} has not answered for" in "".join(told)
+        assert f"rollback: nothing has got through to {URL} for" in "".join(told)
         told.clear()
         with place.shards(NAMES[1]):
             pass
-    assert f"rollback: {URL} has not answered for" in "".join(told)
+    assert f"rollback: nothing has got through to {URL} for" in "".join(told)
 
 
 def test_what_a_url_says_of_itself_is_not_believed(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class Store:
 
     def told_if_stuck(self, say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
         """In this block: tell people, once, what they wait for, however patient the file system is."""
-        return self.if_stuck(lambda: say(f"{self.url} has not answered for {STUCK:.0f} s; it is tried again"))
+        return self.if_stuck(lambda: say(f"nothing has got through to {self.url} for {STUCK:.0f} s; it is tried again"))
 
     def probe(self, *, writing: bool = True) -> None:
         """Raise RingUnavailable unless objects can be read, written and deleted there.
