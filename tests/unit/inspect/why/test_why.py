@@ -274,6 +274,20 @@ def test_how_a_script_left_its_loop_or_lost_its_final_state_is_told_in_the_same_
     assert f"{how}: {words}" in out.getvalue()
 
 
+@pytest.mark.parametrize("end", [None, Finished(step=80, batch=160)])
+def test_a_loop_that_was_left_is_not_the_end_of_a_process_that_trains_again(
+    run: RecordedRun, end: Finished | None
+) -> None:
+    run.tell(5, ScriptLeft(step=63, batch=126, unjudged=0, checkpoint=None))
+    run.attach(6, 1, None, 63)
+    if end is not None:
+        run.tell(9, end)
+    entry = compile_audit(read_run_contents(run.paths.root)).attempts[0]
+    assert (entry.ended, entry.cause) == ("running_or_unknown" if end is None else "finished", None)
+    assert (entry.ended_at is None) == (end is None)
+    assert read_attempt_report(run.paths.root).cause != SCRIPT_LEFT
+
+
 def death_in(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("lost")).removeprefix("lost").strip()
 
