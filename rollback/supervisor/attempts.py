@@ -30,7 +30,7 @@ from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import last_snapshot_on_host, note_last_snapshot
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
-from rollback.supervisor.patient_reading import read_patiently
+from rollback.supervisor.patience import patiently
 from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.host import Host, Running
@@ -256,7 +256,7 @@ class Attempts:
 
     def _patiently(self, read: Callable[[], _T]) -> _T:
         """What the record says where no rank runs any more."""
-        return read_patiently(read, self._say, lambda: self._signals.insistent)
+        return patiently(read, self._say, lambda: self._signals.insistent)
 
     def _hear_signals(self) -> list[str]:
         """The names of the stop signals since the last call, from here and from other nodes."""

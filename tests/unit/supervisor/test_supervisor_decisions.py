@@ -40,7 +40,7 @@ from rollback.instructions import program
 from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor import patient_reading
+from rollback.supervisor import patience
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import Claim
@@ -167,8 +167,8 @@ def test_a_record_that_cannot_be_read_for_a_moment_when_an_attempt_ends_does_not
     order = launched(paths, LaunchedJob({}, "train.py", []))
     own_journal = SupervisorJournal(paths, print)
     attempts = Attempts(order, said.append, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
-    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
-    monkeypatch.setattr(patient_reading, "_DISK_RETURNS", 60.0 if returns else 0.0)
+    monkeypatch.setattr(patience, "_POLL", 0.0)
+    monkeypatch.setattr(patience, "_REFUSED_FOR", 60.0 if returns else 0.0)
     monkeypatch.setattr(os, "open", refused)
     if not returns:
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.EIO)):
@@ -188,10 +188,10 @@ def test_a_second_stop_signal_ends_the_wait_for_a_disk_and_one_alone_does_not(mo
             signal.raise_signal(signal.SIGTERM)
         raise RunDirectoryError(f"at the read {read}") from OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
+    monkeypatch.setattr(patience, "_POLL", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with StopSignals() as signals, pytest.raises(RunDirectoryError, match="at the read 5"):
-        patient_reading.read_patiently(refused, print, lambda: signals.insistent)
+        patience.patiently(refused, print, lambda: signals.insistent)
 
 
 def fails_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
