@@ -33,12 +33,13 @@ from rollback.facts.training import (
     Finished,
     JournalEntry,
     LastSaveFailed,
+    RunEnded,
     Signalled,
     Stopped,
 )
 from rollback.instructions import program
 from rollback.rundir.heartbeats import read_all_heartbeats
-from rollback.rundir.journal.journal import Journal, read_journal
+from rollback.rundir.journal.journal import Journal, last_fact, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import patience
 from rollback.supervisor.attempts import Attempts
@@ -171,12 +172,33 @@ def test_a_record_that_cannot_be_read_for_a_moment_when_an_attempt_ends_does_not
     monkeypatch.setattr(patience, "_REFUSED_FOR", 60.0 if returns else 0.0)
     monkeypatch.setattr(os, "open", refused)
     if not returns:
-        with pytest.raises(RunDirectoryError, match=os.strerror(errno.EIO)):
+        own_journal.open()
+        with pytest.raises(RunDirectoryError, match=os.strerror(errno.EIO)) as caught:
             attempts._attempt(1)
+        ended = last_fact(read_journal(paths.supervisor_journal).records, RunEnded)
+        assert ended == RunEnded(exit_code=caught.value.exit_code, reason=caught.value.message)
+        own_journal.close()
         return
     found, _ = attempts._attempt(1)
     assert (found.attached, found.step) == (True, 7)
     assert said == [f"reading the journal {paths.train_journal}: Input/output error; it is tried again for 60 s"]
+
+
+def test_how_a_run_ended_is_on_record_also_where_the_ranks_journal_cannot_be_read(tmp_path: Path) -> None:
+    paths, said = RunPaths(tmp_path), list[str]()
+    with contextlib.closing(Journal(paths.train_journal, 1)) as journal:
+        journal.append(attached_at(0))
+    with contextlib.closing(SupervisorJournal(paths, print)) as own_journal:
+        order = launched(paths, LaunchedJob({}, "train.py", []))
+        attempts = Attempts(order, said.append, SimpleNamespace(), own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
+        own_journal.open()
+        paths.train_journal.write_text("no line\nof ours\n")
+        result = attempts._end(ExitCode.FAILED, "rank 1 was killed")
+    assert (result.exit_code, result.reason) == (ExitCode.FAILED, "rank 1 was killed")
+    ended = last_fact(read_journal(paths.supervisor_journal).records, RunEnded)
+    assert ended == RunEnded(exit_code=1, reason="rank 1 was killed")
+    (line,) = said
+    assert line.startswith("what is in memory may not get to the durable ring: reading the journal")
 
 
 def test_a_second_stop_signal_ends_the_wait_for_a_disk_and_one_alone_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
