@@ -184,6 +184,20 @@ def test_a_record_that_cannot_be_read_for_a_moment_when_an_attempt_ends_does_not
     assert said == [f"reading the journal {paths.train_journal}: Input/output error; it is tried again for 60 s"]
 
 
+def test_what_was_noted_before_the_journal_was_opened_has_its_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an attempt that hung before its ranks attached, the record is written when it is over."""
+    times = iter(["2030-01-01T00:00:01.000+00:00", "2030-01-01T00:00:06.000+00:00"])
+    monkeypatch.setattr("rollback.supervisor.journal.now", lambda: next(times))
+    with contextlib.closing(SupervisorJournal(RunPaths(tmp_path), print)) as journal:
+        journal.note(Signalled(signal="SIGTERM"))
+        journal.note(Signalled(signal="SIGINT"))
+        journal.open()
+    noted = read_journal(RunPaths(tmp_path).supervisor_journal).records
+    assert [entry.at[17:19] for entry in noted] == ["01", "06"]
+
+
 def test_how_a_run_ended_is_on_record_also_where_the_ranks_journal_cannot_be_read(tmp_path: Path) -> None:
     paths, said = RunPaths(tmp_path), list[str]()
     with contextlib.closing(Journal(paths.train_journal, 1)) as journal:
