@@ -17,7 +17,7 @@ from rollback.checkpoints.fast_tier.record_marks import is_ahead_of
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.environment import ENV_FAST_TIER
-from rollback.errors import CheckpointDamaged, CheckpointUnusable, RunDirectoryError
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnusable, RunDirectoryError
 from rollback.facts.training import Tier
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import FORMAT, FORMATS, RunPaths
@@ -53,7 +53,7 @@ class SlotsLook:
 
     usable: list[Located]
     ahead: list[Located]
-    unused: dict[str, str]
+    unused: dict[str, CheckpointUnusable]
 
 
 def base_of(setting: str, environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -94,12 +94,12 @@ def look_into_slots(paths: RunPaths) -> SlotsLook:
                 if (manifest := _manifest_in(tier, number)) is None:
                     continue
             except CheckpointUnusable as error:
-                look.unused[directory.name] = error.message
+                look.unused[directory.name] = error
                 continue
             place = Located(manifest, directory, "fast", number)
             if is_ahead_of(directory, place.name, paths.train_journal):
                 look.ahead.append(place)
-                look.unused[directory.name] = f"{place.name} is not used: {PUT_BACK}"
+                look.unused[directory.name] = CheckpointUnreadable(f"{place.name} is not used: {PUT_BACK}")
             else:
                 look.usable.append(place)
     return look

@@ -80,7 +80,7 @@ class FinalStateLost(Fact):
 
 
 SCRIPT_LEFT = "the script left its loop over the guard before that had ended"
-"""The supervisor's cause of such an attempt's end, too, where no rank came to write `script_left`."""
+"""Where no rank came to write `script_left` (`os._exit`), the supervisor says so by the class `left`."""
 
 
 class ScriptLeft(Fact):

@@ -8,7 +8,7 @@ from rollback.facts.fact import Count, Fact, Window, Writer
 
 Why = Literal[
     "stopped", "hang", "hardware", "oom_kill", "signal", "out_of_memory", "disk", "exception", "exit", "aborted",
-    "timeout", "lost_peer", "node_lost", "launcher", "told_to_stop",
+    "timeout", "lost_peer", "node_lost", "launcher", "told_to_stop", "left",
 ]  # fmt: skip
 """Classes of what can end an attempt before its time. Their order decides: of several ranks, the one whose class comes
 first is the first cause. `rollback.supervisor.diagnosis.first_cause` has the table."""

@@ -139,9 +139,11 @@ class ShardCopier:
             place = next((place for place in here if place.manifest.content == wanted.content), None)
             if place is None and here:
                 raise CheckpointDamaged(f"{wanted.name} has another manifest in the slots of {self._host}")
-            if place is None and look.unused:  # it may be what cannot be read there now
-                why = next(iter(look.unused.values()))
-                raise CheckpointUnreadable(f"{wanted.name} is in no slot that can be used: {why}")
+            others = {place.directory.name for place in look.ahead if place.name != wanted.name}
+            faults = [error for slot, error in look.unused.items() if slot not in others]  # it may lie in one of these
+            if place is None and faults:
+                worst = next((error for error in faults if isinstance(error, CheckpointUnreadable)), faults[0])
+                raise type(worst)(f"{wanted.name} is in no slot that can be used: {worst.message}")
             if place is None:
                 raise CheckpointLeft(f"{wanted.name} is not, or no longer, in the slots of {self._host}")
             with tiers.hold_slot(place) as let_go:

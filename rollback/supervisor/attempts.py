@@ -30,7 +30,7 @@ from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import last_snapshot_on_host, note_last_snapshot
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
-from rollback.supervisor.patient_reading import read_patiently
+from rollback.supervisor.patience import patiently
 from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.host import Host, Running
@@ -255,8 +255,13 @@ class Attempts:
         return attached
 
     def _patiently(self, read: Callable[[], _T]) -> _T:
-        """What the record says where no rank runs any more."""
-        return read_patiently(read, self._say, lambda: self._signals.insistent)
+        """What the record says where no rank runs any more. Where it cannot be read, the run ends, and that is on
+        record: to write it, nothing has to be read."""
+        try:
+            return patiently(read, self._say, lambda: self._signals.insistent)
+        except RollbackError as error:
+            self._own_journal.note(facts.RunEnded(exit_code=error.exit_code, reason=error.message))
+            raise
 
     def _hear_signals(self) -> list[str]:
         """The names of the stop signals since the last call, from here and from other nodes."""
@@ -339,7 +344,11 @@ class Attempts:
     def _drain_the_rest(self) -> None:
         """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""
         if self._own_journal.opened:
-            self._draining.follow(self._patiently(lambda: self._journal.history))
+            try:
+                history = patiently(lambda: self._journal.history, self._say, lambda: self._signals.insistent)
+                self._draining.follow(history)
+            except RollbackError as error:  # a drainer that runs reads for itself; how the run ended is told anyway
+                self._say(f"what is in memory may not get to the durable ring: {error.message}")
         self._draining.finish(self._out_of_time)
 
     def _out_of_time(self) -> bool:

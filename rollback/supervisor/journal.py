@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from rollback.errors import RunDirectoryError
 from rollback.facts.training import Fact
-from rollback.rundir.journal.journal import Journal
+from rollback.rundir.journal.journal import Journal, now
 from rollback.rundir.paths import RunPaths
 
 
 class SupervisorJournal:
     """Notes facts of the current attempt. Safe to use from any thread.
 
-    Until `open` is called, the facts stay in memory.
+    Until `open` is called, the facts stay in memory, with the time of each.
 
     A journal that cannot be written does not stop the run. The supervisor reports it once and keeps the facts for the
     next try.
@@ -25,13 +25,13 @@ class SupervisorJournal:
         self._path = paths.supervisor_journal
         self._say = say
         self._journal: Journal | None = None
-        self._held: list[tuple[int, Fact]] = []
+        self._held: list[tuple[int, str, Fact]] = []
         self._complained = False
         self._lock = threading.Lock()
 
     def note(self, fact: Fact) -> None:
         with self._lock:
-            self._held.append((self.attempt, fact))
+            self._held.append((self.attempt, now(), fact))
             if self.opened:
                 self._write()
 
@@ -48,9 +48,8 @@ class SupervisorJournal:
                 self._journal = Journal(self._path, self.attempt)
             while self._held:
                 # The journal keeps what it fails to write, so a fact is handed over once.
-                attempt, fact = self._held.pop(0)
-                self._journal.attempt = attempt
-                self._journal.append(fact)
+                self._journal.attempt, at, fact = self._held.pop(0)
+                self._journal.append(fact, at=at)
         except (OSError, RunDirectoryError) as error:
             if not self._complained:
                 self._say(f"the journal {self._path} cannot be written ({error}); the run goes on without it")

@@ -387,6 +387,39 @@ def test_a_part_that_leaves_its_slot_while_it_is_copied_is_not_taken_for_damaged
         run.put(run.ring_in_run(), name)
 
 
+def refuse_to_read(slot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(directory: Path, **how: bool) -> Manifest:
+        if directory == slot:
+            raise CheckpointUnreadable("too many open files")
+        return read_manifest(directory, **how)
+
+    monkeypatch.setattr(tiers, "read_manifest", refused)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("another is ahead of the journal", CheckpointLeft), ("it is ahead of the journal", CheckpointUnreadable),
+        ("a manifest is damaged", CheckpointDamaged), ("a manifest cannot be read", CheckpointUnreadable),
+    ],
+)  # fmt: skip
+def test_what_is_in_no_slot_that_can_be_used_is_told_as_what_it_may_be(
+    run: Run, monkeypatch: pytest.MonkeyPatch, fault: str, kind: type[Exception]
+) -> None:
+    wanted, other = run.into_slots(1, 10), run.into_slots(2, 20)
+    directory, manifest = run.slot_of(0, wanted), run.slot_of(1, other) / MANIFEST
+    ahead = {"another is ahead of the journal": other, "it is ahead of the journal": wanted}.get(fault)
+    monkeypatch.setattr(tiers, "is_ahead_of", lambda slot, name, journal: name == ahead)
+    if ahead != wanted:  # it has left
+        (run.slot_of(1, wanted) / MANIFEST).unlink()
+    if fault == "a manifest is damaged":
+        manifest.write_bytes(b"")
+    elif fault == "a manifest cannot be read":
+        refuse_to_read(manifest.parent, monkeypatch)
+    with run.helped(), pytest.raises(kind, match="another host cannot copy its part"):
+        run.ring_in_run().put(read_manifest(directory, in_slot=True), directory)
+
+
 @pytest.mark.parametrize("what", ["shard", "manifest"])
 def test_a_part_that_cannot_be_read_for_a_moment_is_tried_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, what: str
@@ -395,20 +428,18 @@ def test_a_part_that_cannot_be_read_for_a_moment_is_tried_again(
         raise CheckpointUnreadable("too many open files")
 
     name = run.into_slots(1, 10)
-    manifest = run.slot_of(1, name) / MANIFEST
+    slot, directory = run.slot_of(1, name), run.slot_of(0, name)
+    manifest = read_manifest(directory, in_slot=True)
     with run.helped():
         at_run = run.ring_in_run()
         with pytest.MonkeyPatch.context() as for_a_moment:
             if what == "shard":
                 for_a_moment.setattr(shard_copier, "copy_shard", refused)
             else:
-                content = manifest.read_bytes()
-                manifest.write_bytes(b"")
+                refuse_to_read(slot, for_a_moment)
             with pytest.raises(CheckpointUnreadable, match="another host cannot copy its part"):
-                run.put(at_run, name)
-        if what == "manifest":
-            manifest.write_bytes(content)
-        run.put(at_run, name)
+                at_run.put(manifest, directory)
+        at_run.put(manifest, directory)
         at_run.close()
     assert whole(run.paths, name)
 

@@ -74,7 +74,7 @@ def test_a_start_up_that_hangs_is_ended_by_the_user_s_limit(job: Launch) -> None
     assert code == 0, output
     (hung,) = job.facts(Hung)
     assert hung.suspect is None
-    assert hung.reason.startswith("no rank has come as far as making its Guard")
+    assert hung.reason.startswith("no rank has its Guard yet")
     assert job.facts(AttemptEnded)[0].why == "hang"
 
 

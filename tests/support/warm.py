@@ -262,7 +262,11 @@ def _start_warm_from_here() -> None:
 
 
 def _start(
-    command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None, stderr: int | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    stdout: int | None = None,
+    stderr: int | None = None,
 ) -> WarmPython:
     return WarmPython(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
 

@@ -16,7 +16,14 @@ from rollback.inspect.audit.quarantine import sample_entries
 from rollback.inspect.audit.requests import request_entries
 from rollback.inspect.document import Point, fields_of
 from rollback.inspect.record.cost import Costs, is_reach_known, reckon, rounded
-from rollback.inspect.record.ending import NO_END, confirmed, ending_of, lacks_its_end, script_left
+from rollback.inspect.record.ending import (
+    NO_END,
+    confirmed,
+    ended_together,
+    ending_of,
+    lacks_its_end,
+    script_left,
+)
 from rollback.inspect.record.last_judged import last_judged
 from rollback.inspect.record.reading import REMARKS, by_attempt
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
@@ -258,29 +265,26 @@ def _attempt(
     is_last = number == last
     started, attached = last_fact(records, facts.AttemptStarted), last_fact(records, facts.Attached)
     ended, restart = last_fact(records, facts.AttemptEnded), last_fact(records, facts.RestartScheduled)
-    complete = [r.fact for r in records if isinstance(r.fact, facts.Finished | facts.FinalStateLost)]
-    finished, stopped = complete[-1] if complete else None, last_fact(records, facts.Stopped)
-    kept = last_fact(records, facts.LastSnapshotMade)
-    how: report.AttemptEnd = "died"
-    run_ended = last_fact(records, facts.RunEnded)
-    refused = ended is not None and ended.status == 0 and not attached and run_ended is not None and run_ended.exit_code
-    if stopped or refused or (ended and ended.why == "told_to_stop"):
-        how = "stopped"
-    elif script_left(records):
-        how = "left"
-    elif (ended and ended.status == 0 and (finished or not attached)) or (
-        finished and not ended and not (locked and is_last) and costs.reached.get(number, 0) <= finished.step
-    ):
-        how = "finished"
-    elif is_last and not ended:
-        how = "running_or_unknown"
-    end = ended or finished or stopped or last_fact(records, facts.ScriptLeft)
-    unknown = started and not ended and (orphaned or not is_last) and stopped and stopped.reason == "preempted"
-    cause = ended.cause if ended else NO_END if unknown else None
-    if how == "left":
-        cause = SCRIPT_LEFT
-    elif how == "finished" and isinstance(finished, facts.FinalStateLost):
-        cause = finished.account
+    kept, run_ended = last_fact(records, facts.LastSnapshotMade), last_fact(records, facts.RunEnded)
+    together, told = ended_together(records), ended.cause if ended else None
+    well = ended is not None and ended.status == 0
+    refused = well and not attached and run_ended is not None and run_ended.exit_code
+    stopped = together.reason if isinstance(together, facts.Stopped) else None
+    orphan = started and not ended and (orphaned or not is_last)
+    complete = together if isinstance(together, facts.Finished | facts.FinalStateLost) else None
+    was_last = not ended and not (locked and is_last)  # else another pass over the data may have followed
+    trained = complete and (well or (was_last and costs.reached.get(number, 0) <= complete.step))
+    ends: list[tuple[object, report.AttemptEnd, str | None]] = [
+        (orphan and stopped == "preempted", "stopped", NO_END),
+        (stopped or refused or (ended and ended.why == "told_to_stop"), "stopped", told),
+        (script_left(records), "left", SCRIPT_LEFT),
+        (trained, "finished", complete.account if isinstance(complete, facts.FinalStateLost) else told),
+        (well and not attached, "finished", told),
+        (is_last and not ended, "running_or_unknown", None),
+        (True, "died", told),
+    ]
+    how, cause = next((how, cause) for holds, how, cause in ends if holds)
+    end = ended or (together if how in ("stopped", "left", "finished") else None)
     price = costs.deaths.get(number)
     return report.AttemptEntry(
         attempt=number,

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from rollback.errors import ExitCode
 from rollback.facts import training as facts
-from rollback.facts.ending import SCRIPT_LEFT, EndedTogether
+from rollback.facts.ending import EndedTogether
 from rollback.inspect.document import ReportItem
 from rollback.rundir.journal.journal import last_fact, of_kinds
 
@@ -87,12 +87,18 @@ def lacks_its_end(records: Iterable[facts.JournalEntry]) -> bool:
     return lacks
 
 
+def ended_together(own: Sequence[facts.JournalEntry]) -> EndedTogether | None:
+    """By what the ranks of an attempt ended together, since they attached last: a process may train several times."""
+    last = next(reversed(of_kinds(own, {facts.Attached, *get_args(EndedTogether)})), None)
+    return last.fact if last is not None and isinstance(last.fact, EndedTogether) else None
+
+
 def script_left(own: Sequence[facts.JournalEntry]) -> bool:
     """Whether the script of an attempt left its loop over the guard as if all were done. own: its lines."""
-    ended, told = last_fact(own, facts.AttemptEnded), last_fact(own, facts.ScriptLeft) is not None
-    if ended is None:
-        return told
-    return ended.status == 0 and ended.why is None and (told or ended.cause == SCRIPT_LEFT)
+    ended = last_fact(own, facts.AttemptEnded)
+    if ended is not None and (ended.why is not None or ended.status):
+        return ended.why == "left"
+    return isinstance(ended_together(own), facts.ScriptLeft)  # all that older supervisors and unsupervised ranks tell
 
 
 def _by_exit_code(code: int) -> Ended:

@@ -142,7 +142,7 @@ def read_listing(root: Path) -> Listing:
         checkpoints=entries,
         final=final,
         calm=finished.calm if finished else True,
-        damaged_slots=[DamagedSlot(slot=slot, fault=fault) for slot, fault in slots.unused.items()],
+        damaged_slots=[DamagedSlot(slot=slot, fault=error.message) for slot, error in slots.unused.items()],
         frozen=[FrozenFile(file=it.file, bytes=it.size, checkpoints=count) for it, count in shared.items()],
         leftovers=leftovers,
         notices=notices,

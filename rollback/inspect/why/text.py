@@ -34,6 +34,7 @@ _IN_WORDS = {
     "node_lost": "a node was lost",
     "launcher": "torchrun itself",
     "told_to_stop": "ended on request",
+    "left": "the script left its loop",
 }
 _MARKERS = re.compile(r"[ ~^]+")  # what Python draws below a line of code
 

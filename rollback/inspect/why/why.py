@@ -209,7 +209,7 @@ def _last_words(
     paths: RunPaths, attempt: int, ended: facts.AttemptEnded, failures: Mapping[int, FailureRecord]
 ) -> LastOutput | None:
     """The end of stderr, if there is no failure record: an error in native code, or what the script printed."""
-    if ended.rank in failures or ended.why in (None, "stopped", "hang", "told_to_stop", "node_lost"):
+    if ended.rank in failures or ended.why in (None, "stopped", "hang", "told_to_stop", "left", "node_lost"):
         return None
     path = paths.rank_log(attempt, ended.rank, "err") if ended.rank is not None else paths.torchrun_log(attempt, "err")
     try:

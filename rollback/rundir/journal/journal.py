@@ -328,6 +328,11 @@ def journal_line(fact: Fact, seq: int, at: str, attempt: int, chain: str, what: 
     return line.encode(), chain
 
 
+def now() -> str:
+    """The present time as lines have it."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
 class Journal:
     """The writing end of a journal. One process holds it at a time: the caller's lock guarantees that.
 
@@ -357,14 +362,15 @@ class Journal:
         if self._indexing.blocks != read_index(path):
             write_index(path, self._indexing.blocks)
 
-    def append(self, *facts: Fact) -> None:
-        """Append facts, with one sync for all of them; they are on disk when this returns.
+    def append(self, *facts: Fact, at: str | None = None) -> None:
+        """Append facts, with one sync for all of them; they are on disk when this returns. at: when they were noted, as
+        `now`; None: this moment.
 
         Raises OSError where the disk refuses. They are then kept in memory and written before the next one, so that
         a disk that was full for an hour costs no line. Also where another process has written since: the lock of a host
         that is cut off from a shared disk goes to another one, and what the first still says must not break the chain.
         """
-        at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        at = at or now()
         for fact in facts:
             line, self._chain = journal_line(fact, self._next, at, self.attempt, self._chain, self._what)
             self._next += 1

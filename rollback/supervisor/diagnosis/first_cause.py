@@ -21,8 +21,9 @@ table is the first cause: a rank that dies makes its peers raise, and a rank tha
 | lost_peer     | an exception of torch.distributed that says that a peer is gone                            |
 
 `node_lost`: the supervisor of a node fell silent or was started anew; what ranks of other nodes raised is a
-consequence. `launcher`: torchrun failed, and no rank did. `told_to_stop`: the attempt was ended on request. Only
-`exception` may blame a batch, where one was in hand, and where the code of rollback has not raised itself.
+consequence. `launcher`: torchrun failed, and no rank did. `told_to_stop`: the attempt was ended on request. `left`: the
+script ended without an error before its loop did, also where it was told to stop. Only `exception` may blame a batch,
+where one was in hand, and where the code of rollback has not raised itself.
 """
 
 import signal
@@ -178,7 +179,7 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
         were = "was" if len(evidence.left.lost_nodes) == 1 else "were"
         return FirstCause("node_lost", f"{', '.join(evidence.left.lost_nodes)} {were} lost", followed=followed)
     if evidence.left.status == 0:
-        return None
+        return FirstCause("left", SCRIPT_LEFT) if _script_left(evidence) else None
     if evidence.told_to_stop:
         if evidence.finished is not None:
             where = "behind the training, which is complete"
@@ -200,6 +201,12 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
     if nobody:
         return FirstCause(why, text + _left_before(ends), None, first.record, followed, noticed_by=first.rank)
     return FirstCause(why, text, first.rank, first.record, followed, first.host, tuple(end.rank for end in alike))
+
+
+def _script_left(evidence: AttemptEvidence) -> bool:
+    """Of an attempt without an error."""
+    complete = evidence.finished or evidence.final_state_lost or evidence.unrecorded
+    return evidence.attached and not (complete or evidence.stopped or evidence.left.refusal)
 
 
 def _left_before(ends: Sequence[RankEnd]) -> str:
@@ -239,8 +246,7 @@ def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
         return f"the ranks refused to go on: {evidence.left.refusal.message}"
     if evidence.stopped is not None:
         return f"the ranks stopped together: {evidence.stopped.account}"
-    complete = evidence.finished or evidence.final_state_lost or evidence.unrecorded
-    return "all ranks ended" if complete or not evidence.attached else SCRIPT_LEFT  # also where it was told to stop
+    return "all ranks ended"
 
 
 def _of_torchrun(evidence: AttemptEvidence) -> str:

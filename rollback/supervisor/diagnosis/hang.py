@@ -189,9 +189,7 @@ def suspect(
     """The suspect of a hang. states: of processes as in /proc (`T`: stopped, `X`: gone), where known. raised: the
     exceptions of ranks that did not only notice another rank's failure, the first cause first. mute: see `Silence`."""
     if not beats:
-        return Suspicion(
-            None, "no rank has come as far as making its Guard; a start that takes so long needs a longer --hang-after"
-        )
+        return Suspicion(None, "no rank has its Guard yet; a start that takes so long needs a longer --hang-after")
     for rank, error in raised.items():
         return Suspicion(rank, f"rank {rank} raised {error} and {_DIED if states.get(rank) == GONE else 'did not end'}")
     for letters, what in _STATES.items():

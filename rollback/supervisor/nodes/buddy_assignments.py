@@ -13,7 +13,7 @@ from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.last_snapshot import last_snapshot_on_host
 from rollback.supervisor.nodes.membership import OwnNode
 from rollback.supervisor.nodes.protocol import NodeReport
-from rollback.supervisor.patient_reading import read_patiently
+from rollback.supervisor.patience import patiently
 
 _WANTED = 16  # checkpoints: a buddy has the newest, the one before, or behind a rollback an older one
 
@@ -52,7 +52,7 @@ class BuddyAssignments:
         there = [*there]
         members = {report.node: (report.host, report.buddy) for report in there if report.node in seats}
         members[self._place.name] = (self._place.host, self._buddy.address)
-        identity, folded = read_patiently(
+        identity, folded = patiently(
             lambda: (read_identity(self._paths), fold_journal(self._paths.train_journal)), self._say, interrupted
         )
         history = folded.history

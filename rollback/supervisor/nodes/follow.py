@@ -153,7 +153,8 @@ class Follower:
                         self._buddy.get_ready(orders.buddies)
                     publisher.show(
                         state="ready", attempt=orders.attempt, states=(), beats={}, stacks=None, left=None,
-                        kept=last_snapshot_on_host(self._paths), brought_back=None, master=self._place.new_master(),
+                        kept=last_snapshot_on_host(self._paths), brought_back=None,
+                        master=self._place.new_master(self._say),
                     )  # fmt: skip
                 case "start":
                     self._end_waiting(over=False)

@@ -116,7 +116,7 @@ class Leader(Nodes):
             time.sleep(_POLL)
         try:
             self._seat(there, interrupted)
-        except RunDirectoryError:
+        except RollbackError:
             if interrupted():
                 return False
             raise
@@ -155,7 +155,9 @@ class Leader(Nodes):
             self._say(fact.in_words())
         self._look_at_spares()
         first = launches[self._seats[0]]
-        master = "" if not (apart or own.seated) else there[first].master if first in there else self._new_master()
+        master = ""
+        if apart or own.seated:
+            master = there[first].master if first in there else self._new_master(interrupted)
         buddies = self._assignments.arrange(self._publisher.record.buddies, self._seats, there.values(), interrupted)
         members = tuple(launches[node] for node in self._seats)
         self._publisher.show(phase="run", members=members, master=master, buddies=buddies)
@@ -267,11 +269,11 @@ class Leader(Nodes):
         overdue = since is not None and time.monotonic() - since > _ENDS
         return self._roster.members(self._publisher.record.attempt, overdue=overdue)
 
-    def _new_master(self) -> str:
+    def _new_master(self, interrupted: Callable[[], bool]) -> str:
         """Where the ranks of this attempt meet, on this host."""
         if isinstance(self._meeting, EndpointMeeting):
-            return replace(self._place, address=self._meeting.store.point.host).new_master()
-        return self._place.new_master()
+            return replace(self._place, address=self._meeting.store.point.host).new_master(self._say, interrupted)
+        return self._place.new_master(self._say, interrupted)
 
     def _who_is_missing(self, there: dict[str, NodeReport], slow: Sequence[str]) -> str:
         if slow:

@@ -20,6 +20,7 @@ from rollback.errors import RollbackError, RunDirectoryError, RunInUse, UsageErr
 from rollback.instructions import MeetingPoint
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
+from rollback.supervisor.patience import patiently
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.start_conditions import conditions_of
 from rollback.system import files
@@ -62,12 +63,16 @@ class NodePlace:
         """Whether the leader gives the nodes their ranks. Else torchrun's flags do."""
         return self.least < self.most or self.spares > 0
 
-    def new_master(self) -> str:
-        """HOST:PORT on this host at which the ranks of one attempt can meet: no key of an earlier one is there. Raises
-        RollbackError."""
-        with reporting(RollbackError, "looking for a free port, at which ranks can meet"), socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{self.address}:{probe.getsockname()[1]}"
+    def new_master(self, say: Callable[[str], None], interrupted: Callable[[], bool] = lambda: False) -> str:
+        """HOST:PORT on this host at which the ranks of one attempt can meet: no key of an earlier one is there. What
+        the system refuses is tried again for some seconds, as by `patiently`. Raises RollbackError."""
+        return f"{self.address}:{patiently(_free_port, say, interrupted)}"
+
+
+def _free_port() -> int:
+    with reporting(RollbackError, "looking for a free port, at which ranks can meet"), socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

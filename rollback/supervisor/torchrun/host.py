@@ -228,7 +228,7 @@ class Host:
     ) -> None:  # fmt: skip
         self._options, self._environment, self._private, self._node = options, environment, private, node
         self._paths, self._job = options.paths, options.job
-        self._guarded, self._started = options.expects_guard, 0
+        self._guarded, self._started, self._audience = options.expects_guard, 0, audience
         self._run_id = str(uuid.uuid4())
         self._standby = Standby()
         self._standby_of: int | None = None  # the attempt in which it was started
@@ -283,7 +283,9 @@ class Host:
         with self.output.of_attempt(number, self._job) as output:
             command = torchrun_command(output.job, group)
             streams = output.stdout, output.stderr
-            torchrun = self._standby.take(command, environment, *streams) or start(command, environment, *streams)
+            torchrun = self._standby.take(command, environment, *streams) or start(
+                command, environment, self._audience.say, *streams
+            )
             running = Running(self._paths, number, tuple(command), torchrun, self._board, self._node)
             try:
                 yield running

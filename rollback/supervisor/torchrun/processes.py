@@ -22,6 +22,7 @@ from rollback.errors import RollbackError, reporting
 from rollback.instructions import FORK_SERVER
 from rollback.rundir.heartbeats import LEAVING, Heartbeat
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.patience import patiently
 from rollback.system.processes import is_running, runs
 
 THIS_HOST = socket.gethostname()
@@ -30,8 +31,6 @@ THIS_HOST = socket.gethostname()
 _PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_AFTER = 30.0
 _SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # of processes, memory, descriptors
-_SHORT_FOR = 10.0  # seconds
-_POLL = 0.1
 
 
 def become_subreaper() -> None:
@@ -40,23 +39,28 @@ def become_subreaper() -> None:
 
 
 def start(
-    command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None, stderr: int | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    stdout: int | None = None,
+    stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start torchrun in a session of its own, so that a Ctrl-C in the terminal reaches only this process.
 
     stdout, stderr: descriptors for its output (default: ours). Raises RollbackError where the system refuses; where it
-    is short of something, as behind an OOM kill, that is tried again for some seconds.
+    is short of something, as behind an OOM kill, that is said, and tried again for some seconds.
     """
     hint = "see the limits of this system (ulimit -a), and how long the arguments and the skip list are"
-    until = time.monotonic() + _SHORT_FOR
-    with reporting(RollbackError, "starting torchrun", hint):
-        while True:
-            try:
-                return subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
-            except OSError as error:
-                if error.errno not in _SHORTAGES or time.monotonic() > until:
-                    raise
-            time.sleep(_POLL)
+
+    def begin() -> "subprocess.Popen[bytes]":
+        with reporting(RollbackError, "starting torchrun", hint):
+            return subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
+
+    return patiently(begin, say, passes=_is_shortage)
+
+
+def _is_shortage(error: RollbackError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _SHORTAGES
 
 
 def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Process]:

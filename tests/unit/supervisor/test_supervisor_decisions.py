@@ -33,14 +33,15 @@ from rollback.facts.training import (
     Finished,
     JournalEntry,
     LastSaveFailed,
+    RunEnded,
     Signalled,
     Stopped,
 )
 from rollback.instructions import program
 from rollback.rundir.heartbeats import read_all_heartbeats
-from rollback.rundir.journal.journal import Journal, read_journal
+from rollback.rundir.journal.journal import Journal, last_fact, read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor import patient_reading
+from rollback.supervisor import patience
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import Claim
@@ -167,16 +168,51 @@ def test_a_record_that_cannot_be_read_for_a_moment_when_an_attempt_ends_does_not
     order = launched(paths, LaunchedJob({}, "train.py", []))
     own_journal = SupervisorJournal(paths, print)
     attempts = Attempts(order, said.append, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
-    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
-    monkeypatch.setattr(patient_reading, "_DISK_RETURNS", 60.0 if returns else 0.0)
+    monkeypatch.setattr(patience, "_POLL", 0.0)
+    monkeypatch.setattr(patience, "_REFUSED_FOR", 60.0 if returns else 0.0)
     monkeypatch.setattr(os, "open", refused)
     if not returns:
-        with pytest.raises(RunDirectoryError, match=os.strerror(errno.EIO)):
+        own_journal.open()
+        with pytest.raises(RunDirectoryError, match=os.strerror(errno.EIO)) as caught:
             attempts._attempt(1)
+        ended = last_fact(read_journal(paths.supervisor_journal).records, RunEnded)
+        assert ended == RunEnded(exit_code=caught.value.exit_code, reason=caught.value.message)
+        own_journal.close()
         return
     found, _ = attempts._attempt(1)
     assert (found.attached, found.step) == (True, 7)
     assert said == [f"reading the journal {paths.train_journal}: Input/output error; it is tried again for 60 s"]
+
+
+def test_what_was_noted_before_the_journal_was_opened_has_its_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an attempt that hung before its ranks attached, the record is written when it is over."""
+    times = iter(["2030-01-01T00:00:01.000+00:00", "2030-01-01T00:00:06.000+00:00"])
+    monkeypatch.setattr("rollback.supervisor.journal.now", lambda: next(times))
+    with contextlib.closing(SupervisorJournal(RunPaths(tmp_path), print)) as journal:
+        journal.note(Signalled(signal="SIGTERM"))
+        journal.note(Signalled(signal="SIGINT"))
+        journal.open()
+    noted = read_journal(RunPaths(tmp_path).supervisor_journal).records
+    assert [entry.at[17:19] for entry in noted] == ["01", "06"]
+
+
+def test_how_a_run_ended_is_on_record_also_where_the_ranks_journal_cannot_be_read(tmp_path: Path) -> None:
+    paths, said = RunPaths(tmp_path), list[str]()
+    with contextlib.closing(Journal(paths.train_journal, 1)) as journal:
+        journal.append(attached_at(0))
+    with contextlib.closing(SupervisorJournal(paths, print)) as own_journal:
+        order = launched(paths, LaunchedJob({}, "train.py", []))
+        attempts = Attempts(order, said.append, SimpleNamespace(), own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
+        own_journal.open()
+        paths.train_journal.write_text("no line\nof ours\n")
+        result = attempts._end(ExitCode.FAILED, "rank 1 was killed")
+    assert (result.exit_code, result.reason) == (ExitCode.FAILED, "rank 1 was killed")
+    ended = last_fact(read_journal(paths.supervisor_journal).records, RunEnded)
+    assert ended == RunEnded(exit_code=1, reason="rank 1 was killed")
+    (line,) = said
+    assert line.startswith("what is in memory may not get to the durable ring: reading the journal")
 
 
 def test_a_second_stop_signal_ends_the_wait_for_a_disk_and_one_alone_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,10 +224,10 @@ def test_a_second_stop_signal_ends_the_wait_for_a_disk_and_one_alone_does_not(mo
             signal.raise_signal(signal.SIGTERM)
         raise RunDirectoryError(f"at the read {read}") from OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
+    monkeypatch.setattr(patience, "_POLL", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with StopSignals() as signals, pytest.raises(RunDirectoryError, match="at the read 5"):
-        patient_reading.read_patiently(refused, print, lambda: signals.insistent)
+        patience.patiently(refused, print, lambda: signals.insistent)
 
 
 def fails_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

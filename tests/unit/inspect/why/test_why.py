@@ -11,6 +11,7 @@ from rich.console import Console
 from recorded_run import RecordedRun, hold, stopped_by_themselves
 from rollback.agent.fork_server import run_script
 from rollback.facts.ending import SCRIPT_LEFT
+from rollback.facts.supervisor import Why
 from rollback.facts.training import (
     Accepted,
     AttemptEnded,
@@ -235,36 +236,56 @@ def test_what_a_run_has_accepted_and_could_not_keep_is_told_by_why_and_audit(
     assert "; ".join(remarks) in out.getvalue()
 
 
-@pytest.mark.parametrize("ends", ["of itself", "supervised", "without a word", "told to stop", "on a full disk"])
+@pytest.mark.parametrize(
+    ("ends", "why", "code"),
+    [
+        ("unsupervised", None, None),
+        ("supervised", "left", 1),
+        ("before it was a class", None, 1),
+        ("without a word", "left", 1),
+        ("told to stop", "left", 75),  # as by a `break` on a flag that the script's own handler has set
+        ("on a full disk", None, 74),
+    ],
+)
 def test_how_a_script_left_its_loop_or_lost_its_final_state_is_told_in_the_same_words_everywhere(
-    run: RecordedRun, ends: str
+    run: RecordedRun, ends: str, why: Why | None, code: int | None
 ) -> None:
-    words, cause, how, code = SCRIPT_LEFT, "all ranks ended", "left", 1
-    if ends == "without a word":
-        cause = SCRIPT_LEFT
-    elif ends == "told to stop":  # as by a `break` on a flag that the script's own handler has set
-        run.tell(5, ScriptLeft(step=63, batch=126, unjudged=0, checkpoint=None))
-        cause, code = SCRIPT_LEFT, 75
-    elif ends == "on a full disk":
+    words, how = SCRIPT_LEFT, "left"
+    if ends == "on a full disk":
         run.tell(5, FinalStateLost(step=63, batch=126, checkpoint=None, steps=63, reason="the disk is full"))
-        how, words, code = "finished", "the training loop ended, but its last 63 updates are in no checkpoint", 74
-    else:
+        words, how = "the training loop ended, but its last 63 updates are in no checkpoint", "finished"
+    elif ends != "without a word":
         run.tell(5, ScriptLeft(step=63, batch=126, unjudged=0, checkpoint=None))
-    if ends != "of itself":
+    if code is not None:
         run.tell(1, AttemptStarted(command=("torchrun",), host="h", pid=1))
-        run.tell(6, AttemptEnded(status=0, cause=cause, step=63, seconds=6.0))
+        run.tell(6, AttemptEnded(status=0, why=why, cause="in whatever words", step=63, seconds=6.0))
         run.tell(6, RunEnded(exit_code=code, reason=words))
     audit = compile_audit(read_run_contents(run.paths.root))
-    entry, ending, why = audit.attempts[0], read_status(run.paths.root).ending, read_attempt_report(run.paths.root)
+    entry, ending = audit.attempts[0], read_status(run.paths.root).ending
     # Ranks that left by `os._exit` have told their step in a heartbeat, if at all, and may have gone further.
     assert (entry.ended, entry.cause, entry.at_least) == (how, words, ends == "without a word")
     assert audit.ending is not None
     assert ending is not None
     assert audit.ending.account == ending.account == words
     assert ending.how == ("preempted" if ends == "told to stop" else "gave_up")
-    assert why.cause == (words if how == "left" else None)
+    assert read_attempt_report(run.paths.root).cause == (words if how == "left" else None)
+    assert "why        the script left" in shown(run) or how != "left"
     print_audit(Console(file=(out := io.StringIO()), width=2000), audit)
     assert f"{how}: {words}" in out.getvalue()
+
+
+@pytest.mark.parametrize("end", [None, Finished(step=80, batch=160)])
+def test_a_loop_that_was_left_is_not_the_end_of_a_process_that_trains_again(
+    run: RecordedRun, end: Finished | None
+) -> None:
+    run.tell(5, ScriptLeft(step=63, batch=126, unjudged=0, checkpoint=None))
+    run.attach(6, 1, None, 63)
+    if end is not None:
+        run.tell(9, end)
+    entry = compile_audit(read_run_contents(run.paths.root)).attempts[0]
+    assert (entry.ended, entry.cause) == ("running_or_unknown" if end is None else "finished", None)
+    assert (entry.ended_at is None) == (end is None)
+    assert read_attempt_report(run.paths.root).cause != SCRIPT_LEFT
 
 
 def death_in(text: str) -> str:

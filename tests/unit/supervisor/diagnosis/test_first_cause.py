@@ -418,6 +418,9 @@ class TestInWords:
     def test_what_we_ended_ourselves_is_not_called_a_failure(self) -> None:
         assert self.told(status=-9, told=True) == "ended on request, before the ranks had stopped together"
         assert self.told(status=0) == self.told(status=0, told=True) == SCRIPT_LEFT
+        left = first_cause(evidence(status=0), [])
+        assert left is not None
+        assert left.why == "left"
         done = replace(evidence(status=0), finished=Finished(step=39, batch=39))
         assert cause(done, first_cause(done, [])) == "all ranks ended"
         behind = replace(evidence(-9, told=True), finished=Finished(step=39, batch=39))

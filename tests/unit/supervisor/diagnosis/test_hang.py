@@ -174,7 +174,7 @@ BEATS = {rank: beat(5, collectives=40) for rank in range(4)}
 @pytest.mark.parametrize(
     ("beats", "states", "raised", "mute", "rank", "reason"),
     [
-        ({}, {}, {}, (), None, "no rank has come as far"),
+        ({}, {}, {}, (), None, "no rank has its Guard yet"),
         (BEATS, {1: "T"}, {2: "ValueError"}, (), 2, "rank 2 raised ValueError and did not end"),
         (BEATS, {0: "S", 1: "T", 2: "D"}, {}, (3,), 1, "rank 1 is stopped (SIGSTOP)"),
         (BEATS, {0: "X", 1: "T", 2: "D"}, {}, (0, 3), 1, "rank 1 is stopped (SIGSTOP), last seen training at step 5"),

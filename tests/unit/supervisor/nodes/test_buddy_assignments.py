@@ -24,7 +24,7 @@ from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
-from rollback.supervisor import patient_reading, supervise
+from rollback.supervisor import patience, supervise
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.diagnosis.outcome import HostOutcome
@@ -349,7 +349,7 @@ def test_a_disk_that_refuses_the_record_for_a_moment_does_not_end_the_run_betwee
             raise OSError(refusals.pop(), "Input/output error", str(path))
         return open_file(path, *how, **more)
 
-    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
+    monkeypatch.setattr(patience, "_POLL", 0.0)
     assignments = BuddyAssignments(OwnNode(paths, place(), said.append, buddy=buddy), lambda fact: None)
     ready = assignments.get_ready()
     monkeypatch.setattr(os, "open", refused)
@@ -375,7 +375,7 @@ def test_a_job_that_is_told_to_stop_waits_for_no_disk_before_its_next_attempt(
         return len(refusals) > 2
 
     monkeypatch.setattr(buddy_assignments, "read_identity", refused)
-    monkeypatch.setattr(patient_reading, "_POLL", 0.0)
+    monkeypatch.setattr(patience, "_POLL", 0.0)
     leader = Leader(OwnNode(paths, place(), print, buddy=buddy), SharedMeeting(paths, 2))
     try:
         assert not leader.gather(1, told_to_stop)

@@ -1,21 +1,26 @@
 """Which nodes take part in an attempt, who waits as a spare, and who comes in for whom."""
 
+import errno
 import itertools
+import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from rollback.errors import NodesMissing, RanksDoNotFit, RunDoesNotFit, UsageError
+from rollback.errors import NodesMissing, RanksDoNotFit, RollbackError, RunDoesNotFit, UsageError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
 from rollback.rundir.host_records import read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor import patience
 from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal
 from rollback.supervisor.nodes import lead
 from rollback.supervisor.nodes.lead import Leader
@@ -392,7 +397,27 @@ def test_the_address_of_a_host_is_that_by_which_it_reaches_the_endpoint() -> Non
     assert place.address == own_address(place.endpoint) == "127.0.0.1"
     given = place_among_nodes({"nnodes": "2", "rdzv-endpoint": "127.0.0.1:29400", "local-addr": "10.0.0.7"})
     assert given is not None
-    assert given.new_master().startswith("10.0.0.7:")
+    assert given.new_master(print).startswith("10.0.0.7:")
+
+
+def test_a_port_for_the_ranks_is_waited_for_where_the_system_has_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is told to stop waits for none."""
+    refusals, said, make_socket = [errno.EMFILE, errno.EIO], list[str](), socket.socket
+
+    def refused(*given: Any) -> socket.socket:
+        if refusals:
+            raise OSError(refusals[-1], os.strerror(refusals.pop()))
+        return make_socket(*given)
+
+    monkeypatch.setattr(patience, "_POLL", 0.0)
+    monkeypatch.setattr(socket, "socket", refused)
+    place = NodePlace(least=2, most=2, name="n", launch="l", host="h", pid=1, timeout=1.0, address="10.0.0.7")
+    assert place.new_master(said.append).startswith("10.0.0.7:")
+    told = "looking for a free port, at which ranks can meet: Input/output error; it is tried again for 10 s"
+    assert said == [told]
+    refusals.append(errno.EMFILE)
+    with pytest.raises(RollbackError, match=os.strerror(errno.EMFILE)):
+        place.new_master(said.append, lambda: True)
 
 
 def job(ranks: int, batch: int, objects: tuple[str, ...] = ()) -> JobIdentity:

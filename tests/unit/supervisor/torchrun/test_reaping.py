@@ -15,6 +15,7 @@ import pytest
 from rollback.errors import RollbackError
 from rollback.rundir.heartbeats import LEAVING, Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor import patience
 from rollback.supervisor.torchrun import processes
 from rollback.supervisor.torchrun.host import Running
 from rollback.supervisor.torchrun.processes import descendants, ranks_of, reap, send
@@ -79,14 +80,16 @@ def test_a_shortage_that_passes_ends_no_run_between_two_attempts(monkeypatch: py
             raise OSError(refusals[-1], os.strerror(refusals.pop()))
         return popen(*given, **more)
 
-    monkeypatch.setattr(processes, "_POLL", 0.0)
+    said: list[str] = []
+    monkeypatch.setattr(patience, "_POLL", 0.0)
     monkeypatch.setattr(subprocess, "Popen", refused)
-    assert processes.start(["true"], {**os.environ}).wait() == 0
+    assert processes.start(["true"], {**os.environ}, said.append).wait() == 0
+    assert said == ["starting torchrun: Cannot allocate memory; it is tried again for 10 s"], "once"
     for lasting, seconds in ((errno.E2BIG, 10.0), (errno.EAGAIN, -1.0)):
-        monkeypatch.setattr(processes, "_SHORT_FOR", seconds)
+        monkeypatch.setattr(patience, "_REFUSED_FOR", seconds)
         refusals[:] = [lasting]
         with pytest.raises(RollbackError, match=f"starting torchrun: {os.strerror(lasting)}"):
-            processes.start(["true"], {**os.environ})
+            processes.start(["true"], {**os.environ}, print)
 
 
 def test_a_process_of_another_user_does_not_keep_others_from_being_signalled() -> None:
