@@ -16,7 +16,7 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ class Pulse:
 
     def _sum_of(self, rows: "Sequence[memoryview[float]]") -> Tensor | list[float]:
         """The vector, of what all ranks have put."""
-        total: list[float] = [*map(sum, islice(zip(*rows, strict=True), FIELDS))]
+        total: list[float] = [*map(sum, zip(*(row[:FIELDS] for row in rows), strict=True))]
         if not self._has_reports:
             return total
         reports = chain.from_iterable(row[FIELDS:] for row in rows)
