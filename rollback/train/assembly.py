@@ -90,12 +90,13 @@ def assemble(
     if_refused: its exits are what is to be done where no guard comes of it, whatever was raised: the script may catch
     that and go on, without a guard or with another one.
     """
+    stop = StopRequest()
+    if_refused.callback(stop.give_up)  # behind all else: it may end this process
     if run.lock is not None:
         if_refused.callback(run.lock.release)
     if_refused.callback(run.record.close)
     cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
-    stop, rank = StopRequest(), run.ranks.rank
-    if_refused.callback(stop.withdraw)
+    rank = run.ranks.rank
     heartbeat = HeartbeatWriter(run.paths, run.ranks, run.attempt, state.counters.step, cursor.batch)
     if_refused.callback(heartbeat.stop)
     if_refused.callback(heartbeat.end, in_hand=False)

@@ -421,6 +421,24 @@ BROKEN_OFF = [
 READ_BY_INDEX = DataLoader([torch.ones(4)])  # type: ignore[arg-type]
 
 
+def test_a_signal_to_a_guard_that_is_then_refused_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever catches the refusal would go on for ever, though it was told to end."""
+
+    def refuse(*_: Any) -> NoReturn:
+        signal.raise_signal(signal.SIGINT)
+        raise UsageError("broken off")
+
+    monkeypatch.setattr("rollback.train.assembly.Prober", refuse)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            guard(tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.undo()
+    guard(tmp_path / "run").close()
+
+
 def require_refused(run: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str) -> Any:
     """Make a guard, which is broken off by this error at this place. Returns what a notebook keeps of it."""
 
