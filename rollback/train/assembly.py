@@ -78,7 +78,7 @@ def _checkpoint_side(
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
     copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
     manager = CheckpointManager(run, snapshots, catalogue, remote, copies)
-    manager.wanting = bool(out_of_reach)
+    manager.wanted = bool(out_of_reach)
     return manager, SnapshotSchedule(run, state, manager, tier), drainer
 
 
@@ -124,7 +124,7 @@ def assemble(
     if_refused.callback(lowered_rate.end)
     prefetch = PrefetchWatch(model, optimizer, updates.telltale)
     step = StepInProgress(state, updates, evidence, advisor, prefetch, heartbeat)
-    passes = Passes(cursor, objects.values(), state.gradients)
+    passes = Passes(cursor, objects.values(), state.switches)
     requests = Requests(run, stop, judge, checkpoints, skips, cursor)
     training_end = TrainingEnd(run, state, schedule, checkpoints, judge, max_steps)
     unseen_writes = UnseenWrites(state, snapshots, model, updates.telltale)
