@@ -217,7 +217,7 @@ class Ours(Method):
         self.guard.observe(self.script.train_on(x))
 
     def save(self) -> None:
-        self.guard._loop.schedule.wanted = True
+        self.guard._loop.checkpoints.wanted = True
         before = self.guard._loop.schedule._taken_at
         while self.guard._loop.schedule._taken_at == before:
             self.step()

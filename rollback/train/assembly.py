@@ -78,7 +78,7 @@ def _checkpoint_side(
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
     copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
     manager = CheckpointManager(run, snapshots, catalogue, remote, copies)
-    manager.wanting = bool(out_of_reach)
+    manager.wanted = bool(out_of_reach)
     return manager, SnapshotSchedule(run, state, manager, tier), drainer
 
 
@@ -90,12 +90,13 @@ def assemble(
     if_refused: its exits are what is to be done where no guard comes of it, whatever was raised: the script may catch
     that and go on, without a guard or with another one.
     """
+    stop = StopRequest()
+    if_refused.callback(stop.give_up)  # behind all else: it may end this process
     if run.lock is not None:
         if_refused.callback(run.lock.release)
     if_refused.callback(run.record.close)
     cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
-    stop, rank = StopRequest(), run.ranks.rank
-    if_refused.callback(stop.withdraw)
+    rank = run.ranks.rank
     heartbeat = HeartbeatWriter(run.paths, run.ranks, run.attempt, state.counters.step, cursor.batch)
     if_refused.callback(heartbeat.stop)
     if_refused.callback(heartbeat.end, in_hand=False)
@@ -123,7 +124,7 @@ def assemble(
     if_refused.callback(lowered_rate.end)
     prefetch = PrefetchWatch(model, optimizer, updates.telltale)
     step = StepInProgress(state, updates, evidence, advisor, prefetch, heartbeat)
-    passes = Passes(cursor, objects.values(), state.gradients)
+    passes = Passes(cursor, objects.values(), state.switches)
     requests = Requests(run, stop, judge, checkpoints, skips, cursor)
     training_end = TrainingEnd(run, state, schedule, checkpoints, judge, max_steps)
     unseen_writes = UnseenWrites(state, snapshots, model, updates.telltale)

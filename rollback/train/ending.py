@@ -121,7 +121,7 @@ class TrainingEnd:
         """Collective: the ranks stop together before the end. Returns the exit code for a run without a supervisor."""
         kept = self._schedule.take_now(self._judge.timeline) if halt.save else None
         if halt.giving_up is None:
-            self._checkpoints.look_after()
+            self._checkpoints.drop_lost()
         where, unsaved = self._standing()
         account = halt.account
         if lost := halt.save and kept is None and self._keeps:

@@ -173,7 +173,7 @@ class Guard:
         self.exit_order.require_none()
         try:
             attaching.refuse(error, status=1)
-        except SystemExit as told:
+        except (SystemExit, RollbackError) as told:
             self.exit_order.note(told)
             self.close()  # here it sees why; at the process's end it would take it for the script's own end
             raise

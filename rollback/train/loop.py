@@ -13,7 +13,7 @@ from rollback.train.advice.advisor import Advisor
 from rollback.train.catalogue.draining import end_draining
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data.batches import Batches
-from rollback.train.data.passes import Again, Passes, PassState
+from rollback.train.data.passes import Again, Passes
 from rollback.train.ending import TrainingEnd
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Decision, Halt, Rewind, ServeRequests, Undo
@@ -98,7 +98,7 @@ class TrainingLoop:
         self.step_in_progress.updates.require_scale()
         if (decision := ServeRequests() if self.requests.starting else self._end_step()) is not None:
             self._carry_out(decision)
-        while self.passes.state is not PassState.INTERRUPTED:
+        while not self.passes.interrupted:
             try:
                 if self.training_end.is_due:
                     self._settle()

@@ -197,12 +197,7 @@ def read_beat(vector: Tensor | list[float], world_size: int) -> Beat:
         table["measured"] = math.sqrt(table["measured_squares"])
     if any(row[AILMENTS_AT:HOST_AT]):
         for name, at in ("loss", AILMENTS_AT), ("grad_norm", AILMENTS_AT + 2):
-            table[name] = _unless_ill(table[name], *row[at : at + 2])
+            nan, inf = row[at : at + 2]
+            if nan or inf:
+                table[name] = math.nan if nan else math.inf
     return Beat(shard_reports=reports, **table)
-
-
-def _unless_ill(mean: float | None, nan: float, inf: float) -> float | None:
-    """nan, inf: the number of ranks with each."""
-    if nan:
-        return math.nan
-    return math.inf if inf else mean

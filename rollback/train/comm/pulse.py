@@ -16,7 +16,7 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -71,10 +71,13 @@ class Pulse:
         self._zeros: dict[torch.dtype, Tensor] = {}  # on the device
         self._own: Tensor | list[float] = []  # this rank's vector of the beat that is under way
         self._work: dist.Work | None = None
-        self._vector: Tensor | list[float] = []
-        self.under_way = False
+        self._vector: Tensor | list[float] | None = None  # of the beat that is under way
         self._has_reports = False
         self._handed: InCollective | None = None  # the last vector that a collective got
+
+    @property
+    def under_way(self) -> bool:
+        return self._vector is not None
 
     def send(
         self, loss: Tensor | float | None, grad_norm: Tensor | float | None, signs: Signs, gauges: Gauges = NO_GAUGES
@@ -83,7 +86,6 @@ class Pulse:
         self._has_reports = signs.shard_report is not None
         compose = self._compose_on_device if self._cuda else self._compose_on_host
         self._vector = vector = compose(loss, grad_norm, signs, gauges)
-        self.under_way = True
         if isinstance(vector, list):
             if self._shared is not None:
                 self._ranks.sums_in_memory += 1
@@ -103,9 +105,8 @@ class Pulse:
 
     def read(self) -> Beat:
         """The reduced beat. Collective: a beat with a value that is not finite is read on all ranks, or on none."""
-        if not self.under_way:
+        if (vector := self._vector) is None:
             raise RuntimeError("no beat is under way")
-        vector = self._vector
         if self._shared is not None:
             vector = self._sum_of(self._shared.rows())
         elif self._arrived is not None:
@@ -119,7 +120,7 @@ class Pulse:
         if not (math.isfinite(beat.loss or 0.0) and math.isfinite(beat.grad_norm or 0.0)):
             beat.nonfinite_ranks = self._nonfinite_ranks(beat)
         # Not before: a rank that waits here for one that died has judged nothing.
-        self._work, self._vector, self.under_way = None, [], False
+        self._work = self._vector = None
         return beat
 
     def await_sum(self) -> None:
@@ -147,7 +148,7 @@ class Pulse:
                 time.sleep(_POLL)
         if self._shared is not None:
             self._shared.close()
-        self._work, self._vector, self.under_way = None, [], False
+        self._work = self._vector = None
         if self._handed is not None:
             self._handed.take_back()
 
@@ -176,7 +177,7 @@ class Pulse:
 
     def _sum_of(self, rows: "Sequence[memoryview[float]]") -> Tensor | list[float]:
         """The vector, of what all ranks have put."""
-        total: list[float] = [*map(sum, islice(zip(*rows, strict=True), FIELDS))]
+        total: list[float] = [*map(sum, zip(*(row[:FIELDS] for row in rows), strict=True))]
         if not self._has_reports:
             return total
         reports = chain.from_iterable(row[FIELDS:] for row in rows)

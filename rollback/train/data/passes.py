@@ -85,17 +85,17 @@ class SoughtPass:
 class Passes:
     """Counts passes. The same on all ranks, since the script's loops are the same."""
 
-    def __init__(self, cursor: Cursor, objects: Iterable[Any], gradients: ModelSwitches) -> None:
+    def __init__(self, cursor: Cursor, objects: Iterable[Any], switches: ModelSwitches) -> None:
         self._cursor = cursor
         self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
-        self._gradients = gradients
+        self._switches = switches
         self._sought: SoughtPass | None = None
         self.epochs_in_words = "guard.epochs({})"
         self._loop = OuterLoop.SCRIPT
         self._behind_the_end = 0  # passes that have begun there
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
-        self._gradients_at: dict[int, Mapping[str, Any]] = {}
+        self._switches_at: dict[int, Mapping[str, Any]] = {}
         self._next = 0  # number of the pass that begins next
         self._own_epoch: int | None = None  # the epoch of the first pass, by the script's own count
         self.state = PassState.NONE
@@ -191,7 +191,7 @@ class Passes:
         Raises RollbackError where such a step was made by a metric: an attempt that resumes in the earlier epoch has
         the script do its work between the two itself.
         """
-        self._gradients.put_back(self._gradients_at.get(self._cursor.epoch))
+        self._switches.put_back(self._switches_at.get(self._cursor.epoch))
         for scheduler, count in zip(
             self._schedulers, self._boundary_steps.get(self._cursor.epoch, [0] * len(self._schedulers)), strict=True
         ):
@@ -234,7 +234,7 @@ class Passes:
             )
 
     def _note_boundary(self, number: int) -> None:
-        self._gradients_at[number] = self._gradients.state_dict()
+        self._switches_at[number] = self._switches.state_dict()
         if self._steps_at_end is not None:
             now = [*map(_steps_of, self._schedulers)]
             self._boundary_steps[number] = [

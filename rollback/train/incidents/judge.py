@@ -81,8 +81,7 @@ class Judge:
         self._max_steps = max_steps
         self.timeline = run.history.timeline
         self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
-        self._verdict, self.calm = Kind.HEALTHY, True
-        """On the step that was judged last, and whether nothing stood out in it."""
+        self._verdict = Kind.HEALTHY  # on the step that was judged last
         self._attempt = run.attempt
         self._turn = 0  # odd while a step is being judged
         self.before_next_batch = False  # whether each step is judged before the next one begins
@@ -176,6 +175,11 @@ class Judge:
         return JudgedAhead(sentinel.state_dict(), metric)
 
     @property
+    def calm(self) -> bool:
+        """Whether nothing stood out in the step that was judged last."""
+        return self._verdict is Kind.HEALTHY
+
+    @property
     def awaits_verdict(self) -> bool:
         """Whether a step's beat is under way."""
         return self._pulse.under_way
@@ -188,7 +192,7 @@ class Judge:
         if event.cause is RollbackCause.PROBE:
             return
         if event.cause is not RollbackCause.SCREEN:
-            self._verdict, self.calm = Kind.HEALTHY, True
+            self._verdict = Kind.HEALTHY
             self._scale.restart()
         self._next_batch = event.batch
         while self._spans and self._spans[-1].step >= event.step:
@@ -251,7 +255,7 @@ class Judge:
             self._record.note(Noticed(**asdict(blip)))
         if advice := self._advisor.judge(beat, verdict):
             self._record.advise(*advice)
-        self._verdict, self.calm = verdict.kind, verdict.kind is Kind.HEALTHY
+        self._verdict = verdict.kind
         self._evidence.suspect(verdict.onset)
         self._judged(span, beat.loss, self._sentinel)
         self._cases.judge(self.calm, span.step, span.last_batch, span.batches_per_step)

@@ -155,7 +155,7 @@ class Rewinder:
         if cause is RollbackCause.PLAN:
             self._resumed = None
         if source is not self._resumed:
-            self._state.gradients.put_back(self._state.gradients.loaded)
+            self._state.switches.put_back(self._state.switches.loaded)
         if cause is not RollbackCause.PROBE:
             self._source = source
         if isinstance(source, Manifest):

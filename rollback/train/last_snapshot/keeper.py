@@ -126,7 +126,7 @@ class Keeper:
         self._standing, self._judge_ahead = standing, judge_ahead
         self._paths, self._mark, self._peers, self._hosts = members.paths, members.mark, members.peers, members.hosts
         self._read = members.device.read
-        self._tier = snapshots.memory.slots_of_host.paths
+        self._tier = snapshots.memory.fast_tier.paths
         self._reason, self._bell = reason, bell
         self._began = 0.0
         self._gone: tuple[int, ...] = ()

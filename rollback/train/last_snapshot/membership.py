@@ -45,12 +45,12 @@ def join(
     ranks = run.ranks
     if run.settings.last_snapshot == "off" or not run.settings.snapshot_every:
         return SWITCHED_OFF
-    if not snapshots.memory.drained:
+    if not snapshots.memory.has_fast_tier:
         return "there is no fast tier"
     if (why := ranks.first_fault(_why_not(run, state) or small_state.why_not_copied())) is not None:
         return why
     pids = ranks.from_each(os.getpid())
-    tier = snapshots.memory.slots_of_host
+    tier = snapshots.memory.fast_tier
     paths = end_marks.marks_of(tier.paths)
     peers, marks, devices = Peers(paths, ranks), list[EndMark](), [NO_DEVICE]
     closing = contextlib.ExitStack()

@@ -118,7 +118,7 @@ class LastSnapshot:
             self._stop("within a step the script writes to weights through `.data` or the like, which torch counts not")
             return
         local, end = self._small_state.local(), self._end_of(self._state.counters.step)
-        by_digest = self._unseen.looking or (self._batches.resumes_between and self._state.cursor.at_end)
+        by_digest = self._unseen.looking or self._state.cursor.at_end
         digest = digest_of_large_state(self._state) if by_digest else None
         shared = self._small_state.shared()
         sent, late = self._device.holding(self._pulse.sent()), self._small_state.on_gpu

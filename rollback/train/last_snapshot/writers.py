@@ -252,7 +252,7 @@ class StateWriter(MarksWriter):
         read: TensorReader,
         require_unchanged: Callable[[], None],
     ) -> None:
-        super().__init__(snapshots.memory.slots_of_host.paths, bodies, small.common_local, small.texts)
+        super().__init__(snapshots.memory.fast_tier.paths, bodies, small.common_local, small.texts)
         self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
         self._digests, self._read, self._require_unchanged = digests, read, require_unchanged
         (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()

@@ -25,7 +25,8 @@ _LOOK_EVERY = 1.0  # seconds; a lost supervisor is to be noticed within 5
 
 
 class StopRequest:
-    """A flag that stop signals set. All ranks stop together, by the pulse. `withdraw` restores the old handlers.
+    """The stop signals that this rank has got. All ranks stop together, by the pulse. `withdraw` restores the old
+    handlers.
 
     | signal           | is a stop signal                                                                        |
     |------------------|-----------------------------------------------------------------------------------------|
@@ -38,7 +39,8 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.requested = self._leaving = self._told_to_end = False
+        self._got: set[int] = set()
+        self._leaving = False
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
@@ -50,8 +52,19 @@ class StopRequest:
                 self._before[number] = before
                 signal.signal(number, self._note)
 
+    @property
+    def requested(self) -> bool:
+        return bool(self._got)
+
+    def give_up(self) -> None:
+        """No guard comes about: what this rank has been told meanwhile takes the course that it takes without one."""
+        self.withdraw()
+        for number in self._got:
+            if number == signal.SIGINT or not callable(self._before[number]):  # else that handler has been called
+                signal.raise_signal(number)
+
     def withdraw(self) -> None:
-        """Restore the old handlers, since nobody reads the flag any more. A handler that was installed later stays."""
+        """Restore the old handlers, since nobody asks any more. A handler that was installed later stays."""
         if threading.current_thread() is threading.main_thread():
             for number in self._before:
                 if not (self._leaving and number == signal.SIGTERM):
@@ -69,7 +82,7 @@ class StopRequest:
         to all when one has failed, it ends as it would without a guard. The next attempt waits for it, and the larger
         the state, the longer an interpreter takes to be taken down. One that was told to stop, and fails before it
         has, ends so too: whose signal it was is not known."""
-        if self._told_to_end and supervised() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        if signal.SIGTERM in self._got and supervised() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_back(self, number: int) -> None:
@@ -83,8 +96,7 @@ class StopRequest:
             return
         if self._leaving and number == signal.SIGTERM:
             return
-        self.requested = True
-        self._told_to_end |= number == signal.SIGTERM
+        self._got.add(number)
         if number == signal.SIGTERM and callable(self._before[number]):
             self._before[number](number, frame)
         elif number == signal.SIGINT:

@@ -122,8 +122,7 @@ def differing_parts(digests: Tensor) -> tuple[int, ...]:
 
 
 def parts_in_words(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:-1]))
-    who = f"ranks {listed} and {ranks[-1]}" if listed else f"rank {ranks[0]}"
+    who = ranks_in_words(ranks)
     return f"the parameters of {who} are not those of the ranks that have the same part, though they are replicas"
 
 
@@ -135,10 +134,8 @@ OBJECTS = "the tensors of the optimizer or of named objects (an average of the w
 
 def in_words(ranks: Sequence[int], world_size: int, what: str = PARAMETERS_IN_WORDS) -> str:
     """what: one of the above."""
-    if len(ranks) == world_size:
-        listed = ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
-        return f"{what} of ranks {listed} differ, though they are replicas"
-    return f"{what} of {ranks_in_words(ranks)} are not those of the other ranks, though they are replicas"
+    how = "differ" if len(ranks) == world_size else "are not those of the other ranks"
+    return f"{what} of {ranks_in_words(ranks)} {how}, though they are replicas"
 
 
 def narrowed(digest: int) -> int:

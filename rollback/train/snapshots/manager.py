@@ -65,26 +65,26 @@ class CheckpointManager:
         """Whether the fast tier has been left since the last checkpoint was committed."""
         self.unanswered: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
-        self.wanting = False
-        """The fast tier has failed, and what it held may be lost or out of reach, or a snapshot was torn: another one
-        is due as soon as there is room for it. The same on all ranks."""
+        self.wanted = False
+        """Whether a snapshot is due as soon as there is room for it, whatever the pace: the fast tier has failed, and
+        what it held may be lost or out of reach; or a snapshot was torn, or had no room. The same on all ranks."""
         self.fault: str | None = None
         """Why the last snapshot became no checkpoint, None where it did."""
 
     def expect(self, flight: SnapshotInFlight) -> None:
         """Note that a snapshot was begun."""
-        self.wanting = False
+        self.wanted = False
         self.catalogue.add_snapshot(flight.manifest, flight.slot)
 
     def advance(self, beat: Beat) -> None:
         """Act on a reduced beat."""
         if (landing := self.snapshots.advance(beat)) is not None:
             self._land(landing)
-        self.wanting |= beat.torn > 0
+        self.wanted |= beat.torn > 0
         if beat.tier_failed and self.snapshots.memory.tier == "fast":
             self._leave_fast_tier(f"it failed on {beat.tier_failed} ranks")
         elif beat.missed:
-            self.look_after()
+            self.drop_lost()
 
     def await_landing(self) -> None:
         """Wait for the snapshot in flight. A plan that is made afterwards may try again to fetch what failed before."""
@@ -115,10 +115,10 @@ class CheckpointManager:
         detail = f" (this rank: {self.snapshots.memory.fault})" if self.snapshots.memory.fault else ""
         self.snapshots.memory.use_slots(0)
         self.tell_left(why + detail)
-        self.wanting = not self._ranks.apart  # what fails at once is not to be tried in each step
-        self.look_after()
+        self.wanted = not self._ranks.apart  # what fails at once is not to be tried in each step
+        self.drop_lost()
 
-    def look_after(self) -> None:
+    def drop_lost(self) -> None:
         """Find checkpoints that are not there any more, and stop holding them. If a slot has lost one, the fast tier is
         left: it cannot be relied on."""
         in_slots = self.catalogue.in_slots()
@@ -163,7 +163,7 @@ class CheckpointManager:
 
     def as_held(self) -> list[PolicyCheckpoint]:
         """The checkpoints that a plan may choose from. Rank 0 looks into the ring for those that left the fast tier."""
-        if self.snapshots.memory.drained:
+        if self.snapshots.memory.has_fast_tier:
             there = self._rank_0_sees(lambda: ring.names(self._paths))
             if there is not None:
                 self.catalogue.consult(there)
@@ -187,7 +187,7 @@ class CheckpointManager:
         self.snapshots.fence()
         found = [CheckpointPlace(self._paths.checkpoint(name), self._paths, bring=self._bring)]
         if (slot := self.catalogue.slot(name)) is not None:
-            fast = self.snapshots.memory.slots_of_host
+            fast = self.snapshots.memory.fast_tier
             memory = fast.memory(slot)
             view = memory.view if memory else None
             found.insert(0, CheckpointPlace(fast.paths.slot(slot), self._paths, in_slot=True, memory=view))
@@ -234,7 +234,7 @@ class CheckpointManager:
         It looks at the manifest; in a slot also at this rank's shard.
         """
         if (slot := self.catalogue.slot(name)) is not None:
-            return not self.snapshots.memory.slots_of_host.has_checkpoint(slot)
+            return not self.snapshots.memory.fast_tier.has_checkpoint(slot)
         return self._ranks.is_rank_0 and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
@@ -297,7 +297,7 @@ class CheckpointManager:
         counted = self.catalogue.in_slots() if slots else None
         for name, reason in self.catalogue.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
             slot = self.catalogue.slot(name)
-            if self.snapshots.memory.drained:
+            if self.snapshots.memory.has_fast_tier:
                 self.catalogue.leave(name)
             else:
                 self.catalogue.drop(name)
@@ -310,7 +310,7 @@ class CheckpointManager:
     def _release_slot(self, name: str) -> None:
         """Release the slot of a checkpoint, if it is in one."""
         if (slot := self.catalogue.slot(name)) is not None:
-            self.snapshots.memory.slots_of_host.release(slot)
+            self.snapshots.memory.fast_tier.release(slot)
 
     def _evict(self, name: str, slot: int | None, reason: str) -> None:
         """Evict a checkpoint: from its slot at once on all ranks, from the ring by rank 0's thread."""
@@ -320,7 +320,7 @@ class CheckpointManager:
             self._record.note(left if was_there else lost)
 
         if slot is not None:
-            self.snapshots.memory.slots_of_host.release(slot, partial(told, "fast"))
+            self.snapshots.memory.fast_tier.release(slot, partial(told, "fast"))
         elif self._owns_ring and self._ranks.is_rank_0:
             self.snapshots.thread.submit(self._evict_from_ring, name, partial(told, "durable"))
 
@@ -339,7 +339,7 @@ class CheckpointManager:
     @property
     def _owns_ring(self) -> bool:
         """Whether the ranks evict from the run directory's ring. If slots are drained into it, the drainer does."""
-        return not self.snapshots.memory.drained or self._remote is not None
+        return not self.snapshots.memory.has_fast_tier or self._remote is not None
 
     def _report_drift(self, landing: Landing) -> None:
         """Raises UsageError where a run has hardly begun, and no checkpoint has an update that all ranks made alike: so

@@ -88,12 +88,12 @@ class SnapshotMemory:
         return "fast" if self.slots else "durable"
 
     @property
-    def drained(self) -> bool:
+    def has_fast_tier(self) -> bool:
         """Whether the run has a fast tier, from which a drainer copies."""
         return self._fast is not None
 
     @property
-    def slots_of_host(self) -> FastTier:
+    def fast_tier(self) -> FastTier:
         """The fast tier, for callers that hold a slot of it."""
         assert self._fast is not None  # who knows the number of a slot has it from there
         return self._fast

@@ -112,7 +112,6 @@ class Snapshots:
         """
         if self.in_flight is not None:
             raise RuntimeError("a snapshot is in flight already")
-        began = time.perf_counter()
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         manifest = Manifest(
             name=CheckpointName.of(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, over=over,
@@ -143,7 +142,6 @@ class Snapshots:
                 flight.capture, flight.copied = capture, copied
             given = flight, capture, share.frozen, region, self.memory.place
             self.memory.used_by = flight.job = self.thread.submit(self._write, *given)
-        self.stalled = time.perf_counter() - began
         return flight
 
     def _begin_copy(self, capture: Capture) -> Future[None] | None:
@@ -268,7 +266,7 @@ class Snapshots:
         if fault is not None:
             fault = f"{fault} (this rank: {flight.fault})" if flight.fault else fault
             if flight.slot is not None:
-                self.memory.slots_of_host.release(flight.slot, after=flight.job)
+                self.memory.fast_tier.release(flight.slot, after=flight.job)
             elif self._ranks.is_rank_0:
                 # In the thread, behind whatever it still does with the directory.
                 abandon = partial(ring.abandon, self._paths, name, self._attempt)
@@ -285,7 +283,7 @@ class Snapshots:
             flight.copied.result()
         if flight.slot is not None:
             written = Written(region.size, hash_of(region.view))
-            self.memory.slots_of_host.require_file(flight.slot)
+            self.memory.fast_tier.require_file(flight.slot)
         else:
             if self._ranks.apart:  # a shard in this host's directory is no part of anything
                 raise OSError("there is no fast tier, and every host has a run directory of its own")
@@ -303,7 +301,7 @@ class Snapshots:
         if not commits:
             return
         if flight.slot is not None:
-            self.memory.slots_of_host.commit(flight.slot, flight.manifest)
+            self.memory.fast_tier.commit(flight.slot, flight.manifest)
         else:
             ring.commit(self._paths, flight.manifest)
 
@@ -324,7 +322,7 @@ class Snapshots:
         elif isinstance(error, OSError | RollbackError):
             flight.fail(str(error))
             if flight.slot is not None:  # what has failed once may fail each time: the run directory is next
-                self.memory.slots_of_host.fault = str(error)
+                self.memory.fast_tier.fault = str(error)
         else:
             raise error
 
@@ -334,8 +332,8 @@ class Snapshots:
         """Those without which there is no snapshot, before they are needed. Not collective. Raises RollbackError where
         one cannot be made."""
         self.thread.submit(int)
-        if self.memory.drained:
-            self.memory.slots_of_host.start_thread()
+        if self.memory.has_fast_tier:
+            self.memory.fast_tier.start_thread()
 
     def wait(self) -> None:
         """Wait for all work of the threads: for tests and measurements."""

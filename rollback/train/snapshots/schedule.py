@@ -53,8 +53,7 @@ class OptimizerStates:
 class SnapshotSchedule:
     """Methods are collective unless they say otherwise.
 
-    tier: the fast tier's directory, or why there is none. wanted: take a snapshot at the end of the next step at which
-    it can begin, whatever the pace; set it on all ranks alike.
+    tier: the fast tier's directory, or why there is none.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class SnapshotSchedule:
         self._checkpoints = checkpoints
         self._record = run.record
         self._tier = tier
-        self.wanted = False
         self._taken_at = self._taken_before_end = run.restored.step if run.restored is not None else None
         self._made_for_end = False
         """Whether the newest checkpoint is one of a possible end, which is removed where training goes on."""
@@ -96,7 +94,7 @@ class SnapshotSchedule:
         if self._step_began is not None:
             self._seconds.append(max(0.0, now - self._step_began))
         self._step_began = now
-        self.wanted |= self._snapshots.memory.outgrown  # the one that was dropped is made up for
+        self._checkpoints.wanted |= self._snapshots.memory.outgrown  # the one that was dropped is made up for
         if self._states.one_has_come() or self._snapshots.memory.outgrown:
             self._prepare()
         return sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
@@ -119,7 +117,7 @@ class SnapshotSchedule:
         ready = self._snapshots.memory.ready
         if not ready and not waits:
             return False
-        if ready and (self.wanted or self._checkpoints.wanting):
+        if ready and self._checkpoints.wanted:
             return True
         periods = 1 if ready else 2
         if self._pace is None:
@@ -153,7 +151,7 @@ class SnapshotSchedule:
             image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline, over=not cursor.opened
         )
         self._checkpoints.expect(flight)
-        self._taken_at, self.wanted = step, False
+        self._taken_at = step
         self._snapshots.stalled = time.perf_counter() - began
 
     def take_now(self, timeline: int) -> str | None:
@@ -162,7 +160,7 @@ class SnapshotSchedule:
         No other snapshot may follow, so this waits for it. If the fast tier fails, the run directory gets it.
         """
         self._checkpoints.await_landing()
-        self._checkpoints.look_after()
+        self._checkpoints.drop_lost()
         kept, tier = self._checkpoint_here(), ""
         for _ in range(_TRIES if self._settings.snapshot_every else 0):
             if kept is not None or (tier == self._snapshots.memory.tier and not self._snapshots.memory.outgrown):

@@ -134,15 +134,12 @@ class ScriptState:
 
     def state_dict(self) -> dict[str, Any]:
         """The values for a checkpoint; also values of an earlier one that the script has not asked for yet."""
-        return plain(self.told())
-
-    def told(self) -> dict[str, Any]:
-        """The same as the script and its objects tell it: neither copied nor looked at."""
-        return {**self.of_rank(), **self.at_end(), **self.shared_texts()}
+        return plain({**self.of_rank(), **self.at_end(), **self.shared_texts()})
 
     def of_rank(self, coming: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-        """`told` without what is told `at_end`, and with the number of lines in place of each shared text. coming: what
-        is foretold in the place of what objects tell now."""
+        """What the script and its objects tell, neither copied nor looked at, without what is told `at_end`, and with
+        the number of lines in place of each shared text. coming: what is foretold in the place of what objects tell
+        now."""
         told = {**self._restored, **self._values}
         for name, item in self._of_rank.items():
             told[name] = coming[name] if name in coming else item.state_dict()

@@ -76,7 +76,7 @@ class TrainingState:
         """The model, and the other objects that are modules."""
         self.fsdp = FsdpModules(self.modules.values())
         self.fsdp.reshard()
-        self.gradients = ModelSwitches(self.modules)
+        self.switches = ModelSwitches(self.modules)
         self.broadcasts = DdpBroadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
@@ -159,7 +159,7 @@ class TrainingState:
 
     def small_shared(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """The rest of that. objects: the states of the others, without what is not shared."""
-        return {"objects": objects, "gradients": self.gradients.state_dict(), "counters": vars(self.counters)}
+        return {"objects": objects, "gradients": self.switches.state_dict(), "counters": vars(self.counters)}
 
     def _frozen_memory(self) -> set[tuple[Any, ...]]:
         """The memory of the model's parameters that do not require a gradient, that no optimizer holds, and that share
@@ -310,8 +310,8 @@ class TrainingState:
             parameter.grad = None
         for owner, name in self.fsdp.gradients():
             setattr(owner, name, None)
-        self.gradients.loaded = shared.get("gradients")  # checkpoints had none once
-        self.gradients.give_zeros(self.gradients.loaded)
+        self.switches.loaded = shared.get("gradients")  # checkpoints had none once
+        self.switches.give_zeros(self.switches.loaded)
         self.sentinel.load_state_dict(shared["sentinel"])
         self.counters = Counters(**shared["counters"])
         if "cursor" in local:

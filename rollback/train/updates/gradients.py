@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from rollback.train.sharded import copies_of, is_sharded, local_of, storage_version
 from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale, nearer_the_input
 from rollback.train.updates.clipping import factor_of, lend_norms
+from rollback.train.updates.wrappers import ddp_inside
 
 _HOST = torch.device("cpu")
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -74,12 +75,11 @@ class Gradients:
         self._scaler = scaler
         self._averaged = torch.distributed.is_initialized()
         self._places = {id(p): place for place, p in enumerate(model.parameters() if model is not None else ())}
-        self._given: list[nn.Parameter] = []
-        self._which: list[int] = []
-        """The ids of these: they are alive, so nothing else has one."""
         self._ordered: list[nn.Parameter] = []
+        self._which: list[int] = []
+        """The ids of these as the optimizer has them: they are alive, so nothing else has one."""
         self._any_sharded = False
-        self._model = model
+        self._model, self._ddp = model, None if model is None else ddp_inside(model)
         self._watches: list[BackwardWatch] = []
         self.seen: GradientNorms | None = None
         """The norms at the end of the update's last backward; None: there was none, or it was not expected."""
@@ -224,21 +224,21 @@ class Gradients:
         self._watches = [BackwardWatch(self._model, each, self._backward_reached) for each in watched]
 
     def _backward_reached(self, *_: object) -> None:
-        if self._at_clipping or not self._awaited:
+        summed_later = getattr(self._ddp, "require_manual_backward_finalization", False)  # by the script: torch 2.15
+        measured = self._awaited and not summed_later
+        if self._at_clipping or not measured:
             self.seen = self._factor = None
-        if self._queued or not self._awaited:
+        if self._queued or not measured:
             return
         if self._averaged or not self._at_clipping:
             self._queued = True
             at_end_of_backward(self._before_averaging if self._averaged else self._after_averaging)
 
     def _before_averaging(self) -> None:
-        telltale = self.telltale
-        if telltale is None or is_sharded(telltale) or telltale.grad is None:
-            pass  # of a sharded one there is nothing but the mean over the ranks
-        elif telltale.grad._base is None:
-            self._own = torch.linalg.vector_norm(_dense(telltale.grad))
-        # Else gradient_as_bucket_view is on, and this memory is being averaged now.
+        telltale = self.telltale  # of a sharded one there is nothing but the mean over the ranks
+        gradient = None if telltale is None or is_sharded(telltale) else telltale.grad
+        if gradient is not None and gradient._base is None:  # else, with gradient_as_bucket_view, it is averaged now
+            self._own = torch.linalg.vector_norm(_dense(gradient))
         self._queued = not self._at_clipping
         if self._queued:
             at_end_of_backward(self._after_averaging)
@@ -290,7 +290,7 @@ class Gradients:
         of their norms depends on it."""
         given = [*chain.from_iterable(map(_params, self._optimizer.param_groups))]
         if (which := [*map(id, given)]) != self._which:
-            self._given, self._which = given, which
+            self._which = which
             self._ordered = sorted(given, key=lambda p: self._places.get(id(p), len(self._places)))
             self._any_sharded = any(map(is_sharded, given))
         return self._ordered

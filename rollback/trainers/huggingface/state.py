@@ -38,7 +38,6 @@ class LoopState:
 
     def __init__(self, trainer: Any, saves: FolderSaves) -> None:
         self._trainer, self._saves = trainer, saves
-        self._attributes = *_LOOP, *adapted_attributes(trainer)
         self.moved = False
         self.asked_for_more = False
         self.counts = TrainerCounts(trainer)
@@ -57,7 +56,7 @@ class LoopState:
             "stopped_before": state.max_steps if self.stopped_early else None,
             "stateful_callbacks": state.stateful_callbacks,
             "callbacks": [[type(item).__name__, *self._of_callback(item)] for item in self._exportable()],
-            "loop": {name: of_trainer[name] for name in self._attributes if name in of_trainer},
+            "loop": {name: of_trainer[name] for name in self._attributes() if name in of_trainer},
             "loss": trainer._tr_loss.item(),
             "generation": self._changed_generation(),
             "metrics": {
@@ -85,7 +84,7 @@ class LoopState:
         for item, (name, attributes, *counted) in zip(self._exportable(), kept["callbacks"], strict=False):
             if type(item).__name__ == name:  # an earlier version kept attributes alone
                 self._put_callback(item, attributes, *counted)
-        for name in kept["loop"].keys() & self._attributes:
+        for name in kept["loop"].keys() & self._attributes():
             setattr(trainer, name, kept["loop"][name])
         trainer._tr_loss.fill_(kept["loss"])
         self._put_generation(kept.get("generation"))
@@ -102,6 +101,9 @@ class LoopState:
         trainer.control.should_epoch_stop = False
         self._saves.set_aside()
         self.moved = True
+
+    def _attributes(self) -> tuple[str, ...]:
+        return *_LOOP, *adapted_attributes(self._trainer)
 
     @property
     def stopped_early(self) -> bool:

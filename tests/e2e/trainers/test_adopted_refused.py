@@ -168,7 +168,7 @@ def test_ranks_that_each_train_a_model_of_their_own_are_refused_by_name(tmp_path
     script.write_text(ALONE)
     done = refused(tmp_path, "--adopt=strict", "--snapshot-every", "4", str(script), ranks=2)
     assert done.returncode == ExitCode.USAGE, done.stdout
-    assert "the parameters of ranks 0 and 1 differ, though they are replicas, since the first updates" in done.stdout
+    assert "the parameters of ranks 0, 1 differ, though they are replicas, since the first updates" in done.stdout
     assert "wrap the model in DistributedDataParallel" in done.stdout
     assert "the end" not in done.stdout
 

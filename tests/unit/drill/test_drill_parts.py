@@ -216,7 +216,7 @@ def test_what_did_not_happen_fails_with_the_reason(
 def test_a_difference_between_ranks_passes_if_it_is_found_though_such_a_run_cannot_be_complete(
     run: RecordedRun,
 ) -> None:
-    run.tell(41, Dropped(checkpoint="c000002-s00000040", step=40, reason="the parameters of ranks 0 and 1 differ"))
+    run.tell(41, Dropped(checkpoint="c000002-s00000040", step=40, reason="the parameters of ranks 0, 1 differ"))
     row = judge(FAULT["weight-bit"], trial(run, "weight-bit", codes=(74,)), trial(None, None), None)
     assert (row.passed, row.caught_after_steps) == (True, 0)
     overdue = trial(run, "weight-bit", codes=(-1,), overdue=True)

@@ -20,7 +20,7 @@ from toy import facts
 
 import rollback
 from rollback.environment import ENV_REFUSAL, ENV_SUPERVISOR
-from rollback.errors import ExitCode, RollbackError, UsageError
+from rollback.errors import ExitCode, RollbackError, RunDoesNotFit, UsageError
 from rollback.facts.training import Committed, Dropped
 from rollback.inspect.ring.checkpoints import read_held
 from rollback.rundir.failures import read_failures
@@ -365,7 +365,17 @@ def test_a_guard_that_is_broken_off_while_it_reads_its_run_leaves_the_run_free(
     del kept
 
 
-def test_a_state_that_could_not_be_put_back_is_not_trained_on_where_the_script_catches_that(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        (ValueError("not mine"), "the Refusing 'refusing' did not load the state"),
+        (RunDoesNotFit("of another model"), "of another model"),
+    ],
+    ids=["an error", "one that ends the job"],
+)
+def test_a_state_that_could_not_be_put_back_is_not_trained_on_where_the_script_catches_that(
+    refusal: Exception, told: str, tmp_path: Path
+) -> None:
     class Refusing:
         refuses = False
 
@@ -374,7 +384,7 @@ def test_a_state_that_could_not_be_put_back_is_not_trained_on_where_the_script_c
 
         def load_state_dict(self, state: Any) -> None:
             if self.refuses:
-                raise ValueError("not mine")
+                raise refusal
 
     refusing, model, caught = Refusing(), nn.Linear(4, 1), list[str]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -397,7 +407,7 @@ def test_a_state_that_could_not_be_put_back_is_not_trained_on_where_the_script_c
         made.observe(loss)
     made.close()
     assert (len(caught), len({*caught})) == (3, 1)
-    assert caught[0].startswith("the Refusing 'refusing' did not load the state")
+    assert caught[0].startswith(told)
 
 
 BROKEN_OFF = [
@@ -409,6 +419,24 @@ BROKEN_OFF = [
 ]
 """An error, and what raises it when a guard has attached to its run."""
 READ_BY_INDEX = DataLoader([torch.ones(4)])  # type: ignore[arg-type]
+
+
+def test_a_signal_to_a_guard_that_is_then_refused_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever catches the refusal would go on for ever, though it was told to end."""
+
+    def refuse(*_: Any) -> NoReturn:
+        signal.raise_signal(signal.SIGINT)
+        raise UsageError("broken off")
+
+    monkeypatch.setattr("rollback.train.assembly.Prober", refuse)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            guard(tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.undo()
+    guard(tmp_path / "run").close()
 
 
 def require_refused(run: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str) -> Any:

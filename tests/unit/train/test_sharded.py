@@ -399,4 +399,4 @@ def test_an_evaluation_behind_which_parameters_are_whole_does_not_change_which_o
             model(torch.ones(1, 3))
         state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
         model.weight.grad = torch.zeros_like(model.weight)
-        assert state.gradients.state_dict()["without"] == ["bias"]
+        assert state.switches.state_dict()["without"] == ["bias"]

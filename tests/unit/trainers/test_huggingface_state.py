@@ -185,6 +185,16 @@ def test_a_weight_of_the_entropy_that_adapts_comes_back_and_a_setting_is_the_scr
     assert (other.entropy_coef, other._last_world_entropy) == ((0.35, 1.5) if comes_back else (0.2, math.inf))
 
 
+def test_a_weight_of_the_entropy_that_is_set_to_adapt_behind_protect_comes_back_too() -> None:
+    trainer = trainer_with([])
+    kept = kept_of(trainer)
+    vars(trainer).update(use_adaptive_entropy=True, entropy_coef=0.35, _last_world_entropy=1.5)
+    before = kept.state_dict()
+    trainer.entropy_coef = 0.4
+    kept.load_state_dict(before)
+    assert trainer.entropy_coef == 0.35
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_of_the_folder_of_the_best_model_those_ranks_know_that_save(saves: bool, tmp_path: Path) -> None:
     """Another host may have been replaced, and had nothing in such a folder but its own random states."""

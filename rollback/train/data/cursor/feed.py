@@ -119,4 +119,4 @@ class IndexFeed:
     def is_planned(self, ahead: int = 0) -> bool:
         """Whether the batch `ahead` batches behind the position is planned to be skipped."""
         position = self._batch + ahead
-        return bool(self.planned) and any(position in window for window in self.planned)
+        return any(position in window for window in self.planned)

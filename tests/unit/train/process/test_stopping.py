@@ -168,6 +168,33 @@ def test_a_rank_that_was_told_to_end_while_it_failed_ends_once_its_guard_is_clos
     assert os.waitstatus_to_exitcode(status) == ends
 
 
+@pytest.mark.parametrize("number", SIGNALS)
+def test_what_a_guard_was_told_that_does_not_come_about_takes_its_course(number: signal.Signals) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        stop = StopRequest()
+        signal.raise_signal(number)
+        try:
+            stop.give_up()
+        except KeyboardInterrupt:
+            os._exit(7)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (7 if number == signal.SIGINT else -number)
+
+
+def test_a_handler_of_the_script_s_is_called_once_where_no_guard_comes_about() -> None:
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    stop = StopRequest()
+    signal.raise_signal(signal.SIGTERM)
+    stop.give_up()
+    assert told == [signal.SIGTERM]
+    signal.raise_signal(signal.SIGTERM)
+    assert told == [signal.SIGTERM] * 2
+
+
 TOLD_TO_END = """
 import atexit, os, signal, sys, torch
 from torch import nn

@@ -33,8 +33,8 @@ def test_the_majority_names_those_that_differ(digests: list[int], named: tuple[i
 def test_in_words() -> None:
     assert "rank 2 are not" in drift.in_words((2,), 4)
     assert "ranks 0, 4 are not" in drift.in_words((0, 4), 5)
-    assert "parameters of ranks 0 and 1 differ" in drift.in_words((0, 1), 2)
-    assert "the optimizer and of objects) of ranks 0 and 1 differ" in drift.in_words((0, 1), 2, drift.PLAIN)
+    assert "parameters of ranks 0, 1 differ" in drift.in_words((0, 1), 2)
+    assert "the optimizer and of objects) of ranks 0, 1 differ" in drift.in_words((0, 1), 2, drift.PLAIN)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 63))

@@ -130,7 +130,7 @@ def test_a_rollback_to_before_the_process_freezes_what_was_frozen_if_the_script_
 def test_an_older_checkpoint_that_tells_nothing_of_it_changes_nothing(tmp_path: Path) -> None:
     script = Script(tmp_path / "run")
     script.layer.requires_grad_(True)
-    script.guard._loop.state.gradients.put_back(None)
+    script.guard._loop.state.switches.put_back(None)
     assert script.layer.weight.requires_grad
     script.guard.close()
 
@@ -142,7 +142,7 @@ def test_the_last_snapshot_has_it_as_it_was_at_the_step_s_end(tmp_path: Path) ->
     small, expected = SmallStateReader(state).shared(), state.image().shared["gradients"]
     script.layer.requires_grad_(False)
     tree = shared_tree(large_state(state)[0], small, {})
-    assert tree["gradients"] == expected == {**state.gradients.state_dict(), "changed": ["0.weight", "0.bias"]}
+    assert tree["gradients"] == expected == {**state.switches.state_dict(), "changed": ["0.weight", "0.bias"]}
     assert tree.keys() == state.image().shared.keys()
     script.guard.close()
 

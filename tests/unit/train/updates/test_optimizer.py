@@ -1,9 +1,12 @@
 """Noticing updates: by the optimizer's hook, and by the gradient scaler's own calls where it drops one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from rollback.train.updates import gradients
 from rollback.train.updates.optimizer import Updates
 
 
@@ -49,6 +52,23 @@ def test_another_optimizer_of_the_same_scaler_does_not_count() -> None:
     scaler.step(other)
     assert not updates.happened
     assert not updates.dropped_by_scaler
+
+
+@pytest.mark.parametrize("by_script", [True, False])
+def test_of_gradients_that_the_script_has_summed_behind_the_backward_the_norm_is_that_of_the_sum(
+    by_script: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.15: `finalize_backward`. What lies there before may be half of a sum, and torch counts no write to it."""
+    model, optimizer = model_and_optimizer()
+    ddp = SimpleNamespace(require_manual_backward_finalization=by_script)
+    monkeypatch.setattr(gradients, "ddp_inside", lambda model: ddp)
+    updates = Updates(optimizer, None, model)
+    model(torch.ones(1, 2)).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.mul_(0.5)
+    optimizer.step()
+    assert float(updates.grad_norm or 0.0) == pytest.approx(3**0.5 * (0.5 if by_script else 1.0))
 
 
 @pytest.mark.parametrize("by_name", [True, False])
