@@ -85,8 +85,8 @@ class ScriptNotices:
         self._notice(
             f"`{variable.name}` (line {variable.line} of {os.path.basename(filename)}), by which nothing is trained, "
             "stays as it is behind a resume and a rollback: of what is only told, checkpoints have single numbers, in "
-            "the host's memory and without a graph. A mean that the script tells of this epoch is not that of the "
-            "undisturbed run"
+            "the host's memory and without a graph. A mean that the script tells of this epoch, or a history that it "
+            "writes, is not that of the undisturbed run"
         )
 
     def _left_behind(self, does: str, *, matters: bool) -> None:

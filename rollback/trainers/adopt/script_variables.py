@@ -7,7 +7,6 @@ checkpoints have them as values of the script.
 
 import os
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +25,7 @@ from rollback.trainers.adopt.variable_values import (
     MISSES,
     ReadVariable,
     decoded,
+    is_history,
     is_lost,
     is_meter,
     is_same,
@@ -133,9 +133,9 @@ class LoggedVariable(BatchVariable, ToldAtEnd):
                 return state_of(lambda: value)
             case Tensor() if value.numel() == 1:
                 return state_of(lambda: value) or {MISSES: True}
-            case Tensor() | np.ndarray() | [int() | float(), *_] | deque():
+            case Tensor() | np.ndarray():
                 return {MISSES: True}
-        return {MISSES: True} if is_meter(value) else {}
+        return {MISSES: True} if is_history(value) or is_meter(value) else {}
 
 
 class EpochVariable(RestoredVariable):

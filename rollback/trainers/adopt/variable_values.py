@@ -177,6 +177,28 @@ def decoded(value: Any) -> Any:
     return value
 
 
+def is_history(value: Any) -> bool:
+    """Whether it is a list that has numbers, also as pairs or dicts of them: `history.append((step, accuracy))`. Also a
+    dict that has such a list."""
+    match value:
+        case dict():
+            return any(isinstance(item, list | deque) and is_history(item) for item in value.values())
+        case list() | deque():
+            return bool(value) and _has_numbers(value[0])
+    return False
+
+
+def _has_numbers(value: Any) -> bool:
+    match value:
+        case int() | float() | np.number() | np.ndarray() | Tensor():
+            return True
+        case dict():
+            return any(map(_has_numbers, value.values()))
+        case list() | tuple():
+            return any(map(_has_numbers, value))
+    return False
+
+
 def is_meter(value: Any) -> bool:
     """Whether it adds up what it is told of, as an `AverageMeter` or a metric of torchmetrics: what is in it has no
     name in the script, so nothing of it is put back. Also a list or a dict that has one. Not what has a state to be

@@ -302,6 +302,8 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
     ("value", "missed"),
     [([0.5], True), (torch.zeros(2), True), (torch.zeros((), requires_grad=True), True), (torch.zeros(1), False),
      ([], False), (["text"], False), ({"loss": torch.zeros(99)}, False), (Thing(), False), (2.5, False),
+     ([(5, 0.5)], True), ([{"loss": 0.5}], True), ([torch.zeros(2)], True), ({"loss": [0.5]}, True),
+     ([("a", "b")], False),
      (Meter(), True), ({"loss": Meter()}, True), (Logger(), True)],
 )  # fmt: skip
 def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
