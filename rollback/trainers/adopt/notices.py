@@ -80,6 +80,14 @@ class ScriptNotices:
         where = f"line {variable.line} of {os.path.basename(filename)}, a {type(value).__name__}"
         self._left_behind(f"{does} `{variable.name}` ({where})", matters=True)
 
+    def tell_copied(self, variable: LoopVariable, filename: str) -> None:
+        """The script has copies of its model's weights in another list or dict in each step."""
+        where = f"line {variable.line} of {os.path.basename(filename)}"
+        self._left_behind(
+            f"makes its copies of the weights, `{variable.name}` ({where}), anew in each step", matters=True,
+            instead="They are kept where each is changed in place, as by average.lerp_(weight, 0.1)",
+        )  # fmt: skip
+
     def tell_missed(self, variable: LoopVariable, filename: str) -> None:
         """What the script carries beside its training is not what it was, and training goes on elsewhere."""
         self._notice(
@@ -89,9 +97,9 @@ class ScriptNotices:
             "writes, is not that of the undisturbed run"
         )
 
-    def _left_behind(self, does: str, *, matters: bool) -> None:
+    def _left_behind(self, does: str, *, matters: bool, instead: str = "guard.keep is for such values") -> None:
         error = UsageError(
-            f"the script {does}: a rollback and a resume leave that behind. guard.keep is for such values",
+            f"the script {does}: a rollback and a resume leave that behind. {instead}",
             hint="--adopt without =strict says only that",
         )
         if self.strict and matters:
