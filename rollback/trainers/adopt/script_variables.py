@@ -22,7 +22,7 @@ from rollback.trainers.adopt.enumeration import ScriptProgress
 from rollback.trainers.adopt.epoch_loop import EpochLoop
 from rollback.trainers.adopt.notices import ScriptNotices
 from rollback.trainers.adopt.step_numbers import StepCount
-from rollback.trainers.adopt.variable_values import (
+from rollback.trainers.variable_values import (
     ABSENT,
     MISSES,
     ReadVariable,

@@ -27,7 +27,7 @@ _TYPE, MISSES = "type of", "too much"
 """Keys of such data: what is to be made, and that a value could not be kept."""
 ABSENT = Exception
 """What reading a variable raises that is not there, or that a property makes."""
-_MOST = 1000
+MOST_ITEMS = 1000
 """Items that a value may have, and 16 letters are one: each step's end has a copy of it."""
 _TELLS = frozenset(("avg", "average", "global_avg", "compute", "log_every"))
 """Names under which meters have their mean, or write it."""
@@ -109,7 +109,7 @@ class _Lost(_Unkept):
 
 class _Budget:
     def __init__(self) -> None:
-        self._left = _MOST
+        self._left = MOST_ITEMS
 
     def spend(self, items: int) -> None:
         self._left -= items
