@@ -7,6 +7,7 @@ checkpoints have them as values of the script.
 
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -118,7 +119,7 @@ class LoggedVariable(BatchVariable, ToldAtEnd):
     """In a training loop, a number that nothing of the training depends on, as a sum of losses.
 
     Where a checkpoint lacks it, it stays as it is. So it does behind a loop whose body has run for nothing but its
-    names (`rollback.train.pass_rehearsal`): a script may divide by a count of samples.
+    names (`rollback.train.pass_rehearsal`): a script may divide by a count of samples. It is missed then.
     """
 
     def begin_anew(self) -> None:
@@ -126,7 +127,9 @@ class LoggedVariable(BatchVariable, ToldAtEnd):
 
     def restored_value(self, read: ReadVariable, *, behind: bool = False) -> tuple[Any, ...]:
         if behind and self._progress.draws != self._loaded_at:  # else it is that loop over other batches
-            self._to_restore = None
+            state, self._to_restore = self._to_restore or {}, None
+            wanted = self._first if "first" in state else state
+            self.missed = self.missed or (bool(wanted) and not is_same(self._told(read), wanted))
         return super().restored_value(read)
 
     def _told(self, read: ReadVariable) -> dict[str, Any]:
@@ -137,6 +140,8 @@ class LoggedVariable(BatchVariable, ToldAtEnd):
                 return state_of(lambda: value) or {MISSES: True}
             case Tensor() | np.ndarray():
                 return {MISSES: True}
+            case list() | deque() if not value and self._in_place:  # a rollback empties it of what is undone
+                return state_of(lambda: value)
         return {MISSES: True} if is_history(value) or is_meter(value) else {}
 
 

@@ -20,6 +20,7 @@ from rollback.trainers.adopt.script_variables import (
     RestoredVariable,
     ScriptVariables,
 )
+from rollback.trainers.variable_values import MISSES
 
 
 def telling(**found: list[str]) -> Any:
@@ -320,6 +321,7 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
     assert restored.state_dict() == {"value": 3.0}
     progress.draws += 1
     assert restored.restored_value(lambda: 1.0, behind=True) == (), "a body may have run for its names alone"
+    assert restored.missed, "it is not what it was there, and has what is undone"
     assert restored.restored_value(lambda: 2.0) == ()
     restored.load_state_dict({"value": 3.0})
     restored.begin_anew()
@@ -328,6 +330,22 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
     restored.load_state_dict({"value": 3.0})
     progress.draws += 1
     assert restored.restored_value(lambda: 1.0) == (3.0,)
+
+
+@pytest.mark.parametrize(("in_place", "behind"), [(True, []), (False, [0.5])])
+def test_a_history_that_was_empty_is_so_behind_a_rollback(in_place: bool, behind: list[float]) -> None:
+    """Of the same object all the time: another one may be a list that the script has elsewhere."""
+    progress, history = ScriptProgress(), list[float]()
+    restored = LoggedVariable(progress, in_place=in_place)
+    restored.restored_value(lambda: history)
+    kept = copy.deepcopy(restored.state_dict())
+    history.append(0.5)
+    restored.load_state_dict(kept)
+    progress.draws += 1
+    assert restored.restored_value(lambda: history) == ()
+    assert history == behind
+    history.append(1.5)
+    assert restored.state_dict() == {MISSES: True}
 
 
 @pytest.mark.parametrize(
