@@ -31,6 +31,8 @@ class Module(lightning.LightningModule):
         self.model = job.model()
         self.mean = MeanMetric()
         self.validated: list[float] = []
+        self.losses: list[Tensor] = []
+        """Of the epoch so far, as scripts have them."""
 
     def configure_model(self) -> None:
         model, mesh = cast(Any, self.model), cast(Any, self.device_mesh)
@@ -51,10 +53,16 @@ class Module(lightning.LightningModule):
         loss: Tensor = self.model(**batch).loss
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.mean.update(loss.detach())
+        self.losses.append(loss.detach())
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         if batch_idx == 0:
             self.log("first", loss.detach(), on_step=False, on_epoch=True)
         return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.losses:
+            self.log("mean of losses", torch.stack(self.losses).mean())
+        self.losses.clear()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("evaluated", self.model(**batch).loss, sync_dist=True)

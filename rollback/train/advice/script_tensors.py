@@ -30,6 +30,8 @@ class ModelCopies:
         self._held = {id(item) for item in (*own, *state)}
 
     def has(self, held: Any) -> bool:
+        if not any(len(held) == len(shapes) for shapes in self._shapes):
+            return False
         items = tensors_in(held)
         if not all(isinstance(item, Tensor) and not item.is_nested and id(item) not in self._held for item in items):
             return False

@@ -53,7 +53,7 @@ class Adoption:
     def __init__(self, *, strict: bool) -> None:
         self.made = MadeObjects()
         self.losses = ScriptLosses()
-        self._notices = to_tell = ScriptNotices(strict=strict)
+        self._notices = ScriptNotices(strict=strict)
         self._state = AdoptionState.WATCHED
         self._adopted: Adopted | None = None
         self._trains_elsewhere = ""
@@ -68,7 +68,7 @@ class Adoption:
         """Those over epochs that the script has begun last, by where they are."""
         self._passes_before = 0
         """How many passes over its loader Lightning Fabric had counted in front of the training."""
-        self._variables = ScriptVariables(self._progress, self._loops, to_tell.tell_unkept, to_tell.tell_missed)
+        self._variables = ScriptVariables(self._progress, self._loops, self._notices)
         self._sources = ScriptSources(self._variables.add, self._notices.refuse)
         self._led_loop: EpochLoop | None = None
         """The one that the guard leads."""

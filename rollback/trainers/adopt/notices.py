@@ -80,18 +80,26 @@ class ScriptNotices:
         where = f"line {variable.line} of {os.path.basename(filename)}, a {type(value).__name__}"
         self._left_behind(f"{does} `{variable.name}` ({where})", matters=True)
 
+    def tell_copied(self, variable: LoopVariable, filename: str) -> None:
+        """The script has copies of its model's weights in another list or dict in each step."""
+        where = f"line {variable.line} of {os.path.basename(filename)}"
+        self._left_behind(
+            f"makes its copies of the weights, `{variable.name}` ({where}), anew in each step", matters=True,
+            instead="They are kept where each is changed in place, as by average.lerp_(weight, 0.1)",
+        )  # fmt: skip
+
     def tell_missed(self, variable: LoopVariable, filename: str) -> None:
         """What the script carries beside its training is not what it was, and training goes on elsewhere."""
         self._notice(
             f"`{variable.name}` (line {variable.line} of {os.path.basename(filename)}), by which nothing is trained, "
             "stays as it is behind a resume and a rollback: of what is only told, checkpoints have single numbers, in "
-            "the host's memory and without a graph. A mean that the script tells of this epoch is not that of the "
-            "undisturbed run"
+            "the host's memory and without a graph. A mean that the script tells of this epoch, or a history that it "
+            "writes, is not that of the undisturbed run"
         )
 
-    def _left_behind(self, does: str, *, matters: bool) -> None:
+    def _left_behind(self, does: str, *, matters: bool, instead: str = "guard.keep is for such values") -> None:
         error = UsageError(
-            f"the script {does}: a rollback and a resume leave that behind. guard.keep is for such values",
+            f"the script {does}: a rollback and a resume leave that behind. {instead}",
             hint="--adopt without =strict says only that",
         )
         if self.strict and matters:

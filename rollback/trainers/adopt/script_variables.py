@@ -8,7 +8,7 @@ checkpoints have them as values of the script.
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,16 +16,19 @@ import numpy as np
 from torch import Tensor, nn
 
 from rollback.source.loop_variables import LoopVariable
+from rollback.train.advice.script_tensors import ModelCopies
 from rollback.train.guard import Guard
 from rollback.train.state.kept_values import ToldAtEnd
 from rollback.trainers.adopt.enumeration import ScriptProgress
 from rollback.trainers.adopt.epoch_loop import EpochLoop
+from rollback.trainers.adopt.notices import ScriptNotices
 from rollback.trainers.adopt.step_numbers import StepCount
-from rollback.trainers.adopt.variable_values import (
+from rollback.trainers.variable_values import (
     ABSENT,
     MISSES,
     ReadVariable,
     decoded,
+    is_history,
     is_lost,
     is_meter,
     is_same,
@@ -116,7 +119,7 @@ class LoggedVariable(BatchVariable, ToldAtEnd):
     """In a training loop, a number that nothing of the training depends on, as a sum of losses.
 
     Where a checkpoint lacks it, it stays as it is. So it does behind a loop whose body has run for nothing but its
-    names (`rollback.train.pass_rehearsal`): a script may divide by a count of samples.
+    names (`rollback.train.pass_rehearsal`): a script may divide by a count of samples. It is missed then.
     """
 
     def begin_anew(self) -> None:
@@ -124,7 +127,9 @@ class LoggedVariable(BatchVariable, ToldAtEnd):
 
     def restored_value(self, read: ReadVariable, *, behind: bool = False) -> tuple[Any, ...]:
         if behind and self._progress.draws != self._loaded_at:  # else it is that loop over other batches
-            self._to_restore = None
+            state, self._to_restore = self._to_restore or {}, None
+            wanted = self._first if "first" in state else state
+            self.missed = self.missed or (bool(wanted) and not is_same(self._told(read), wanted))
         return super().restored_value(read)
 
     def _told(self, read: ReadVariable) -> dict[str, Any]:
@@ -133,9 +138,11 @@ class LoggedVariable(BatchVariable, ToldAtEnd):
                 return state_of(lambda: value)
             case Tensor() if value.numel() == 1:
                 return state_of(lambda: value) or {MISSES: True}
-            case Tensor() | np.ndarray() | [int() | float(), *_] | deque():
+            case Tensor() | np.ndarray():
                 return {MISSES: True}
-        return {MISSES: True} if is_meter(value) else {}
+            case list() | deque() if not value and self._in_place:  # a rollback empties it of what is undone
+                return state_of(lambda: value)
+        return {MISSES: True} if is_history(value) or is_meter(value) else {}
 
 
 class EpochVariable(RestoredVariable):
@@ -158,18 +165,14 @@ class EpochVariable(RestoredVariable):
 
 class ScriptVariables:
     """Those of a watched script, and the counts of its iterations. loops: its loops over epochs, by where they are.
-    unkept: told of a variable that cannot be kept, and is needed, with its file and its value. missed: of one that is
-    not needed, with its file, where it was not kept."""
+    notices: told of those that cannot be kept."""
 
     def __init__(
-        self,
-        progress: ScriptProgress,
-        loops: Mapping[tuple[str, int] | None, EpochLoop],
-        unkept: Callable[[LoopVariable, str, Any], object],
-        missed: Callable[[LoopVariable, str], object],
+        self, progress: ScriptProgress, loops: Mapping[tuple[str, int] | None, EpochLoop], notices: ScriptNotices
     ) -> None:
-        self._progress, self._loops, self._unkept, self._missed = progress, loops, unkept, missed
+        self._progress, self._loops, self._notices = progress, loops, notices
         self._model: nn.Module | None = None
+        self._copies: ModelCopies | None = None
         self._lost: set[tuple[str, str]] = set()
         self._counts: dict[tuple[str, str], StepCount] = {}
         self._known: dict[tuple[str, str], tuple[LoopVariable, RestoredVariable]] = {}
@@ -184,7 +187,7 @@ class ScriptVariables:
     def keep(self, guard: Guard, model: nn.Module, step_counts: Iterable[tuple[str, str]]) -> None:
         """The guard of a model is made: it keeps them from now on, and gives them what they were. step_counts: file and
         name of each count."""
-        self._model = model
+        self._model, self._copies = model, ModelCopies(model)
         self._counts = {place: StepCount() for place in step_counts}
         kept: dict[tuple[str, str], StepCount | RestoredVariable] = {
             place: restored for place, (_, restored) in self._known.items()
@@ -208,8 +211,11 @@ class ScriptVariables:
         if restored.missed:
             restored.missed = False
             self._tell_missed(variable, filename, read)
-        if variable.affects_training and self._progress.guard is not None and self._progress.begins_update:
-            self._tell_lost(name, filename, read)
+        if self._progress.guard is not None and self._progress.begins_update:
+            if variable.affects_training:
+                self._tell_lost(name, filename, read)
+            elif not variable.in_place:
+                self._tell_copied(name, filename, read)
         return given
 
     def by_epoch(self, read: ReadVariable, name: str, filename: str, line: int) -> tuple[Any, ...]:
@@ -226,14 +232,24 @@ class ScriptVariables:
     def _tell_missed(self, variable: LoopVariable, filename: str, read: ReadVariable) -> None:
         value = value_of(read)
         if variable.affects_training:
-            self._unkept(variable, filename, value)
+            self._notices.tell_unkept(variable, filename, value)
         elif not self._is_models(value):
-            self._missed(variable, filename)
+            self._notices.tell_missed(variable, filename)
 
     def _is_models(self, value: Any) -> bool:
         """Whether it is one of the model's tensors, which every checkpoint has."""
         model = self._model
         return model is not None and any(value is item for item in (*model.buffers(), *model.parameters()))
+
+    def _tell_copied(self, name: str, filename: str, read: ReadVariable) -> None:
+        """Tell once of a moving average of the weights, or the like, that is another object in each step: the guard has
+        found the first one alone."""
+        if (filename, name) in self._lost or self._copies is None:
+            return
+        value = value_of(read)
+        if type(value) in (list, tuple, dict) and self._copies.has(value):
+            self._lost.add((filename, name))
+            self._notices.tell_copied(self._known[filename, name][0], filename)
 
     def _tell_lost(self, name: str, filename: str, read: ReadVariable) -> None:
         """Tell of it once, if it is lost."""
@@ -243,7 +259,7 @@ class ScriptVariables:
         if is_lost(value, affects_training=(variable := self._known[filename, name][0]).affects_training):
             self._lost.add((filename, name))
             if not self._is_models(value):
-                self._unkept(variable, filename, value)
+                self._notices.tell_unkept(variable, filename, value)
 
 
 def _is_missing(error: Exception, name: str) -> bool:

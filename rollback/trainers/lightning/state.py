@@ -22,6 +22,7 @@ from rollback.train.introspection import is_of_own_file
 from rollback.train.state.kept_values import SharedText
 from rollback.train.state.module_buffers import KEPT_ELSEWHERE
 from rollback.trainers.lightning.logged_rows import LoggedRows
+from rollback.trainers.lightning.own_attributes import OwnAttributes
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _PROGRESS = (
@@ -100,6 +101,7 @@ class FitState:
                 ]
                 for name, item in self._stateful()
             ],
+            "attributes": self._attributes.state_dict(),
             "rows": [rows.state_dict() for rows in self._rows] if trainer.is_global_zero else [],
         }
 
@@ -163,6 +165,8 @@ class FitState:
                 own = _of_this_process(item)
                 item.load_state_dict(state)
                 vars(item).update({**attributes, **own})
+        if "attributes" in kept:  # an earlier version kept none
+            self._attributes.load_state_dict(kept["attributes"])
         if trainer.is_global_zero:
             for rows, state in zip(self._rows, kept["rows"], strict=False):
                 rows.load_state_dict(state)
@@ -208,6 +212,11 @@ class FitState:
             yield str(item.state_key), item
         if (data := self._trainer.datamodule) is not None:
             yield type(data).__qualname__, data
+
+    @functools.cached_property
+    def _attributes(self) -> OwnAttributes:
+        """Asked for first when training is about to begin."""
+        return OwnAttributes(self._trainer.lightning_module)
 
     def _unpacked(self, value: Any) -> Any:
         return _unpacked(value, self._trainer.strategy.root_device)

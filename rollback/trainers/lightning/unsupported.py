@@ -15,8 +15,8 @@ _CALLBACKS = {
     "ModelPruning": "prune behind the run",
     "BaseFinetuning": "make the optimizer with all groups (lr=0 for one whose time comes later), and unfreeze layers "
     "in a callback of your own, by `if epoch >= N`",
-    "BatchSizeFinder": "find the batch size with another Trainer, before",
-    "LearningRateFinder": "find the learning rate with another Trainer, before",
+    "BatchSizeFinder": "find the batch size before, with another Trainer (with --adopt: by a script of its own)",
+    "LearningRateFinder": "find the learning rate before, with another Trainer (with --adopt: by a script of its own)",
 }
 """Callbacks that train, or change what is trained, in a way that no checkpoint of a guard has."""
 

@@ -20,6 +20,14 @@ from rollback.trainers.adopt.script_variables import (
     RestoredVariable,
     ScriptVariables,
 )
+from rollback.trainers.variable_values import MISSES
+
+
+def telling(**found: list[str]) -> Any:
+    """Notices: the names of the variables that each is told of."""
+    return SimpleNamespace(**{
+        told: lambda variable, *_, names=names: names.append(variable.name) for told, names in found.items()
+    })  # fmt: skip
 
 
 class Training:
@@ -229,7 +237,7 @@ def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(
     found: list[str] = []
     progress = ScriptProgress(guard=SimpleNamespace())  # type: ignore[arg-type]
     epochs: Any = {("script.py", 1): SimpleNamespace(place=1)}
-    variables = ScriptVariables(progress, epochs, lambda variable, *_: found.append(variable.name), print)
+    variables = ScriptVariables(progress, epochs, telling(tell_unkept=found))
     variables.add("a", "script.py", LoopVariable("a", 1, affects_training, affects_training, False, loop=None))  # type: ignore[arg-type]
     for _ in range(2):
         ask = variables.by_batch if affects_training else partial(variables.by_epoch, line=1)
@@ -273,11 +281,36 @@ def test_a_tensor_of_the_model_is_kept_by_the_guard_and_not_lost(keeps: bool) ->
     model = torch.nn.Module()
     model.register_buffer("queue", torch.zeros(2000))
     progress = ScriptProgress(guard=SimpleNamespace())  # type: ignore[arg-type]
-    variables = ScriptVariables(progress, {}, lambda variable, *_: found.append(variable.name), print)
+    variables = ScriptVariables(progress, {}, telling(tell_unkept=found))
     variables.add("a", "script.py", LoopVariable("m.queue", 1, True, True, True, loop=None))  # type: ignore[arg-type]
     variables.keep(cast(Any, SimpleNamespace(keep=lambda **_: None)), model if keeps else torch.nn.Module(), [])
     variables.by_batch(lambda: model.queue, "a", "script.py")
     assert found == ["m.queue"] * (not keeps)
+
+
+@pytest.mark.parametrize(
+    ("average", "in_place", "told"),
+    [
+        (lambda model: {name: 0.9 * value for name, value in model.state_dict().items()}, False, True),
+        (lambda model: [p.detach().clone() for p in model.parameters()], False, True),
+        (lambda model: [p.detach().clone() for p in model.parameters()], True, False),
+        (lambda model: model.state_dict(), False, False),
+        (lambda model: {"loss": torch.zeros(3), "accuracy": torch.zeros(3)}, False, False),
+        (lambda model: 0.5, False, False),
+    ],
+)
+def test_an_average_of_the_weights_that_is_made_anew_in_each_step_is_told_once(
+    average: Any, in_place: bool, told: bool
+) -> None:
+    found: list[str] = []
+    model = torch.nn.Linear(2, 3)
+    progress = ScriptProgress(guard=SimpleNamespace())  # type: ignore[arg-type]
+    variables = ScriptVariables(progress, {}, telling(tell_copied=found))
+    variables.add("a", "script.py", LoopVariable("a", 1, False, True, in_place, loop=None))  # type: ignore[arg-type]
+    variables.keep(cast(Any, SimpleNamespace(keep=lambda **_: None)), model, [])
+    for _ in range(2):
+        assert variables.by_batch(lambda: average(model), "a", "script.py") == ()
+    assert found == ["a"] * told
 
 
 def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -> None:
@@ -288,6 +321,7 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
     assert restored.state_dict() == {"value": 3.0}
     progress.draws += 1
     assert restored.restored_value(lambda: 1.0, behind=True) == (), "a body may have run for its names alone"
+    assert restored.missed, "it is not what it was there, and has what is undone"
     assert restored.restored_value(lambda: 2.0) == ()
     restored.load_state_dict({"value": 3.0})
     restored.begin_anew()
@@ -298,16 +332,34 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
     assert restored.restored_value(lambda: 1.0) == (3.0,)
 
 
+@pytest.mark.parametrize(("in_place", "behind"), [(True, []), (False, [0.5])])
+def test_a_history_that_was_empty_is_so_behind_a_rollback(in_place: bool, behind: list[float]) -> None:
+    """Of the same object all the time: another one may be a list that the script has elsewhere."""
+    progress, history = ScriptProgress(), list[float]()
+    restored = LoggedVariable(progress, in_place=in_place)
+    restored.restored_value(lambda: history)
+    kept = copy.deepcopy(restored.state_dict())
+    history.append(0.5)
+    restored.load_state_dict(kept)
+    progress.draws += 1
+    assert restored.restored_value(lambda: history) == ()
+    assert history == behind
+    history.append(1.5)
+    assert restored.state_dict() == {MISSES: True}
+
+
 @pytest.mark.parametrize(
     ("value", "missed"),
     [([0.5], True), (torch.zeros(2), True), (torch.zeros((), requires_grad=True), True), (torch.zeros(1), False),
      ([], False), (["text"], False), ({"loss": torch.zeros(99)}, False), (Thing(), False), (2.5, False),
+     ([(5, 0.5)], True), ([{"loss": 0.5}], True), ([torch.zeros(2)], True), ({"loss": [0.5]}, True),
+     ([("a", "b")], False),
      (Meter(), True), ({"loss": Meter()}, True), (Logger(), True)],
 )  # fmt: skip
 def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
     found: list[str] = []
     progress, kept = ScriptProgress(), dict[str, Any]()
-    variables = ScriptVariables(progress, {}, print, lambda variable, _: found.append(variable.name))
+    variables = ScriptVariables(progress, {}, telling(tell_missed=found))
     variables.add("a", "script.py", LoopVariable("a", 1, False, True, True, loop=None))  # type: ignore[arg-type]
     guard = cast(Any, SimpleNamespace(keep=lambda **named: kept.update(named)))
     variables.keep(guard, torch.nn.Linear(1, 1), [])
@@ -322,7 +374,7 @@ def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: 
 
 
 def test_they_are_kept_by_their_names_and_files() -> None:
-    variables, kept = ScriptVariables(ScriptProgress(), {}, print, print), dict[str, RestoredVariable]()
+    variables, kept = ScriptVariables(ScriptProgress(), {}, telling()), dict[str, RestoredVariable]()
     for file in ("/at/script.py", "/another/script.py"):
         variables.add("a of loop 1", file, LoopVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
@@ -346,7 +398,7 @@ def test_what_is_not_there_stays_so() -> None:
 def test_a_sum_of_losses_is_not_told_in_the_midst_of_an_update() -> None:
     found: list[str] = []
     progress = ScriptProgress(guard=SimpleNamespace(), batches=2)  # type: ignore[arg-type]
-    variables = ScriptVariables(progress, {}, lambda variable, *_: found.append(variable.name), print)
+    variables = ScriptVariables(progress, {}, telling(tell_unkept=found))
     variables.add("a", "script.py", LoopVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     total = torch.zeros(3, requires_grad=True)
     variables.by_batch(lambda: total, "a", "script.py")

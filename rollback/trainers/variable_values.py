@@ -27,7 +27,7 @@ _TYPE, MISSES = "type of", "too much"
 """Keys of such data: what is to be made, and that a value could not be kept."""
 ABSENT = Exception
 """What reading a variable raises that is not there, or that a property makes."""
-_MOST = 1000
+MOST_ITEMS = 1000
 """Items that a value may have, and 16 letters are one: each step's end has a copy of it."""
 _TELLS = frozenset(("avg", "average", "global_avg", "compute", "log_every"))
 """Names under which meters have their mean, or write it."""
@@ -109,7 +109,7 @@ class _Lost(_Unkept):
 
 class _Budget:
     def __init__(self) -> None:
-        self._left = _MOST
+        self._left = MOST_ITEMS
 
     def spend(self, items: int) -> None:
         self._left -= items
@@ -175,6 +175,28 @@ def decoded(value: Any) -> Any:
         case list() | tuple():
             return type(value)([decoded(item) for item in value])
     return value
+
+
+def is_history(value: Any) -> bool:
+    """Whether it is a list that has numbers, also as pairs or dicts of them: `history.append((step, accuracy))`. Also a
+    dict that has such a list."""
+    match value:
+        case dict():
+            return any(isinstance(item, list | deque) and is_history(item) for item in value.values())
+        case list() | deque():
+            return bool(value) and _has_numbers(value[0])
+    return False
+
+
+def _has_numbers(value: Any) -> bool:
+    match value:
+        case int() | float() | np.number() | np.ndarray() | Tensor():
+            return True
+        case dict():
+            return any(map(_has_numbers, value.values()))
+        case list() | tuple():
+            return any(map(_has_numbers, value))
+    return False
 
 
 def is_meter(value: Any) -> bool:

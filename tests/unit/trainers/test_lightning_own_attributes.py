@@ -1,0 +1,71 @@
+"""What a LightningModule keeps for itself comes back, if training has changed it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def make() -> Any:
+    """A module, and what is kept of it. Their imports take seconds, which only the worker that runs these tests should
+    spend."""
+    lightning = pytest.importorskip("lightning")
+    from rollback.trainers.lightning.own_attributes import OwnAttributes
+
+    class Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.rate, self.losses, self.best = rate, [], {"step": 0}
+            self.center = torch.zeros(2)
+
+    def made(rate: float = 0.1) -> tuple[Any, Any]:
+        module = Net(rate)
+        return module, OwnAttributes(module)
+
+    return made
+
+
+def trained(module: Any) -> None:
+    module.losses += [torch.tensor(0.5), (torch.ones((), requires_grad=True) * 2)]
+    module.best["step"] = 7
+    module.late = float("nan")
+    module.center += 1  # a tensor that no checkpoint has is named by advice
+
+
+def test_what_training_has_changed_is_there_in_a_new_process_and_settings_are_the_scripts(make: Any) -> None:
+    module, attributes = make()
+    assert attributes.state_dict() == {}
+    trained(module)
+    kept = attributes.state_dict()
+    assert kept.keys() == {"losses", "best", "late"}
+    other, again = make(rate=0.2)
+    again.load_state_dict(kept)
+    assert [loss.item() for loss in other.losses] == [0.5, 2]
+    assert (other.best, other.rate) == ({"step": 7}, 0.2)
+    assert other.late != other.late
+    assert again.state_dict().keys() == kept.keys()
+
+
+def test_a_rollback_to_where_training_began_undoes_all(make: Any) -> None:
+    module, attributes = make()
+    losses = module.losses
+    trained(module)
+    del module.rate
+    attributes.load_state_dict({})
+    assert module.losses == []
+    assert module.losses is losses, "who else has it sees that, too"
+    assert (module.best, module.rate) == ({"step": 0}, 0.1)
+    assert not hasattr(module, "late")
+
+
+def test_what_is_too_much_is_named_once_where_it_is_missed(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    module, attributes = make()
+    module.losses += [0.5] * 1001
+    kept = attributes.state_dict()
+    assert "Net.losses" not in capfd.readouterr().err
+    for _ in range(2):
+        attributes.load_state_dict(kept)
+    assert capfd.readouterr().err.count("Net.losses stays as it is") == 1
+    assert len(module.losses) == 1001
