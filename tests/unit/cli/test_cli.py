@@ -157,6 +157,12 @@ class TestFrame:
         assert run(monkeypatch, "adopt", script) == ExitCode.USAGE
         assert f"the training script {script} cannot be read: {why}\n  hint: " in capsys.readouterr().err
 
+    def test_a_script_without_end_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(monkeypatch, "adopt", "/dev/zero") == ExitCode.USAGE
+        assert "/dev/zero has more than 64 MiB: it is no training script" in capsys.readouterr().err
+
     def test_what_a_written_guard_will_not_know_is_named_beside_the_diff(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -402,6 +408,7 @@ class TestLaunchMistakes:
             (["missing.py"], "there is no training script 'missing.py'"),
             (["."], ". is a directory without a __main__.py"),
             ([""], "there is no training script ''"),
+            (["/dev/null"], "/dev/null is a pipe or a device, not a training script"),
             (["--module", "--no-python", "train"], "--module and --no-python exclude each other"),
             (["--log", "x", "train.py"], "--log is ambiguous: it could be --log-dir, --log-line-"),
             (["-m", "no_such_module.train"], "there is no module 'no_such_module'"),
