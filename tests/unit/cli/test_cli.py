@@ -1,5 +1,6 @@
 """The command line's contract: messages, exit codes, what is read from flags, and what is not imported."""
 
+import io
 import json
 import os
 import re
@@ -33,7 +34,7 @@ from rollback.supervisor.preflight import default_run, require_script
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.flags import FLAGS
-from rollback.terminal.messages import printable, printable_lines
+from rollback.terminal.messages import printable, printable_lines, show_error
 
 
 @pytest.fixture
@@ -177,6 +178,19 @@ class TestFrame:
     def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:
         assert printable("naïve\nβ\x07\x9b\u202e") == "naïve\\nβ\\x07\\x9b\\u202e"
         assert printable_lines("naïve\nβ\x07") == "naïve\nβ\\x07"
+
+    @pytest.mark.parametrize(("name", "value"), [("TERM", "xterm"), ("TERM", "dumb"), ("NO_COLOR", "1")])
+    def test_an_error_is_red_on_a_terminal_that_knows_colours(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    ) -> None:
+        terminal = io.StringIO()
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setenv(name, value)
+        show_error(RunDirectoryError("reading x: torn"))
+        assert ("\x1b" in terminal.getvalue()) == (value == "xterm")
 
     def test_the_answer_of_a_backtest_has_lines(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
