@@ -287,7 +287,7 @@ def run_script(
         if left.code:
             raise
     except BaseException as error:  # noqa: BLE001 - this is where Python's own top level would be
-        trimmed = error.with_traceback(_from_script_on(error.__traceback__, script))
+        trimmed = error.with_traceback(_from_script_on(error, script))
         _tell_torchrun(trimmed)
         sys.excepthook(type(trimmed), trimmed, trimmed.__traceback__)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -310,12 +310,13 @@ def _make_way_for(folder: str) -> None:
                     del sys.modules[forgotten]
 
 
-def _from_script_on(trace: types.TracebackType | None, script: str) -> types.TracebackType | None:
-    """Without the frames of this module, which the reader of a traceback has not called."""
-    first = trace
+def _from_script_on(error: BaseException, script: str) -> types.TracebackType | None:
+    """Without the frames of rollback in front, which the reader of a traceback has not called. Of a script that is no
+    Python nothing is left: Python shows no frame either."""
+    first = error.__traceback__
     while first is not None and first.tb_frame.f_code.co_filename != script:
         first = first.tb_next
-    return first or trace
+    return first if first or isinstance(error, SyntaxError) else error.__traceback__
 
 
 def _tell_torchrun(error: BaseException) -> None:

@@ -20,6 +20,7 @@ LogTable = dict[str, list[Cell]]
 """Columns by name, all of one length, in the file's order. None where a row has no value."""
 
 _SUPPORTED = "CSV, TSV, JSON lines, Hugging Face trainer_state.json, TensorBoard event files and npz are read"
+_NPZ = b"PK\x03\x04"
 _SIZE_LIMIT = 2 << 30
 _SNIFFED = 4096
 _AT_ONCE = 1 << 20
@@ -29,13 +30,10 @@ _FILES_NAMED = 3
 def read_table(path: Path) -> LogTable:
     """The columns of a log. Raises UsageError for a file that is missing, empty, binary or malformed."""
     content = _content(path)
-    head = content[:_SNIFFED]
-    if head.startswith(b"PK\x03\x04"):
+    if content.startswith(_NPZ):
         return _from_npz(path, content)
-    if tensorboard.is_event_file(head):
+    if tensorboard.is_event_file(content):
         return tensorboard.read_scalars(path)
-    if b"\0" in head:
-        raise UsageError(f"{path} is a binary file of no kind that is read here", hint=_SUPPORTED)
     try:
         # Every end of a line becomes "\n". Nothing else ends one: JSON may hold what Unicode calls a line separator.
         text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
@@ -65,6 +63,8 @@ def _content(path: Path) -> bytearray:
                     if not file.seekable():
                         raise UsageError(f"{path} is an event file in a pipe", hint="name the event file itself")
                     return content
+                if b"\0" in content[:_SNIFFED] and not content.startswith(_NPZ):
+                    raise UsageError(f"{path} is a binary file of no kind that is read here", hint=_SUPPORTED)
                 too_long = len(content) > _SIZE_LIMIT
     except OSError as error:
         raise _unreadable(path, error) from error

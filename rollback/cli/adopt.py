@@ -12,6 +12,8 @@ from rollback.cli.answers import answering
 from rollback.errors import UsageError
 from rollback.terminal.messages import say
 
+_LARGEST = 64 << 20  # bytes of a script
+
 
 def adopt(
     script: Annotated[Path, typer.Argument(help="Training script.", metavar="SCRIPT", show_default=False)],
@@ -25,7 +27,10 @@ def adopt(
     from rollback.source.loops import ScriptLoops
 
     try:
-        content = script.read_bytes()
+        with script.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise UsageError(f"{script} has more than {_LARGEST >> 20} MiB: it is no training script")
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0].removesuffix("-sig")  # the mark is kept
         source = content.decode(encoding)
     except (OSError, UnicodeDecodeError, SyntaxError) as error:

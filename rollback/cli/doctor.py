@@ -35,7 +35,7 @@ def doctor(
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds that a preempted job has.")] = GRACE,
     json: JsonOption = False,
 ) -> None:
-    """Look whether this machine can keep the promises: memory, disks, a ring elsewhere, torch, cores, limits, clock.
+    """Check whether this machine is fit for rollback: memory, disks, a ring elsewhere, torch, cores, limits, clock.
 
     Flags come before the script and its arguments, as for rollback launch; nothing of the script is run.
     Takes some seconds. What is written to be measured is removed again; a run directory is not made.

@@ -39,7 +39,7 @@ def track(
     from rollback.trackers.wandb import WeightsAndBiases
 
     if tensorboard is None and wandb is None:
-        raise UsageError("there is no tracker to tell", hint="--tensorboard DIR, --wandb PROJECT, or both")
+        raise UsageError("no tracker is named", hint="--tensorboard DIR, --wandb PROJECT, or both")
     if not until_eof:
         require_run_directory(run)  # beside a supervisor it may not be there yet
     require_trackers(tensorboard, wandb, run)

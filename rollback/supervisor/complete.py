@@ -38,8 +38,8 @@ def nothing_left(options: LaunchOptions, past: EarlierAttempts, say: Callable[[s
         return None
     say(
         f"{told}; this command has nothing left to do. To go on, ask for more steps or epochs, by an argument or in "
-        "the script. Where a variable or an imported file asks for them, which is not looked at here, change a setting "
-        "too (--keep 7): then the ranks start, and they know"
+        "the script. What an environment variable or an imported file asks for is not seen here: then change a setting "
+        "too (--keep 7), and the ranks start and look"
     )
     return told
 

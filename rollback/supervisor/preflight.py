@@ -102,6 +102,11 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
                 f"there is no training script {script!r}",
                 hint="flags come before the script: rollback launch [FLAGS] train.py [ARGUMENTS OF train.py]",
             )
+        if not (path.is_file() or path.is_dir()):
+            raise UsageError(
+                f"{script} is a pipe or a device, not a training script",
+                hint="write the script to a file: each rank reads it, at each start",
+            )
 
 
 def notice_of_spawn(script: str, flags: Mapping[str, str | bool]) -> str | None:

@@ -8,6 +8,7 @@ import sys
 from rollback.errors import RollbackError
 
 _BOLD, _RED, _OFF = "\x1b[1m", "\x1b[1;31m", "\x1b[0m"
+_WITHOUT_COLOUR = ("dumb", "unknown")  # terminals: the names that rich knows, which prints the answers
 
 
 def say(text: str) -> None:
@@ -57,7 +58,8 @@ def bear_any_character() -> None:
 
 
 def _paint(style: str, text: str) -> str:
-    coloured = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in _WITHOUT_COLOUR
+    coloured = not plain and sys.stderr is not None and sys.stderr.isatty()
     return f"{style}{text}{_OFF}" if coloured else text
 
 

@@ -136,3 +136,15 @@ def test_a_script_that_goes_to_another_folder_finds_what_lies_beside_it_and_its_
     )
     whole = folder / "train.py"
     assert done.stdout == f"folder/train.py\n{whole}\n{whole}\ndef train(): ...\n\nended with 0\n"
+
+
+def test_a_script_that_is_no_python_is_told_as_python_tells_it(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/train.py").write_text("def f(:\n")
+    done = run_warm(
+        [sys.executable, "-c", BESIDE], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+    )
+    python = subprocess.run(
+        [sys.executable, str(tmp_path / "folder/train.py")], stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.stdout.splitlines() == [*python.stderr.splitlines(), "ended with 1"]

@@ -701,3 +701,10 @@ def test_a_picture_of_several_logs_is_refused(tmp_path: Path, run: Run) -> None:
     code, out, err = run(tmp_path / "a", "--plot", tmp_path / "none" / "x.png")
     assert (code, out) == (2, "")
     assert "there is no directory" in err
+
+
+def test_a_binary_file_is_refused_by_its_beginning(run: Run) -> None:
+    """A device has no end."""
+    code, _, err = run(Path("/dev/zero"))
+    assert code == 2
+    assert "/dev/zero is a binary file" in err

@@ -1,5 +1,6 @@
 """The command line's contract: messages, exit codes, what is read from flags, and what is not imported."""
 
+import io
 import json
 import os
 import re
@@ -33,7 +34,7 @@ from rollback.supervisor.preflight import default_run, require_script
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.flags import FLAGS
-from rollback.terminal.messages import printable, printable_lines
+from rollback.terminal.messages import printable, printable_lines, show_error
 
 
 @pytest.fixture
@@ -157,6 +158,12 @@ class TestFrame:
         assert run(monkeypatch, "adopt", script) == ExitCode.USAGE
         assert f"the training script {script} cannot be read: {why}\n  hint: " in capsys.readouterr().err
 
+    def test_a_script_without_end_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(monkeypatch, "adopt", "/dev/zero") == ExitCode.USAGE
+        assert "/dev/zero has more than 64 MiB: it is no training script" in capsys.readouterr().err
+
     def test_what_a_written_guard_will_not_know_is_named_beside_the_diff(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -171,6 +178,19 @@ class TestFrame:
     def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:
         assert printable("naïve\nβ\x07\x9b\u202e") == "naïve\\nβ\\x07\\x9b\\u202e"
         assert printable_lines("naïve\nβ\x07") == "naïve\nβ\\x07"
+
+    @pytest.mark.parametrize(("name", "value"), [("TERM", "xterm"), ("TERM", "dumb"), ("NO_COLOR", "1")])
+    def test_an_error_is_red_on_a_terminal_that_knows_colours(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    ) -> None:
+        terminal = io.StringIO()
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setenv(name, value)
+        show_error(RunDirectoryError("reading x: torn"))
+        assert ("\x1b" in terminal.getvalue()) == (value == "xterm")
 
     def test_the_answer_of_a_backtest_has_lines(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -402,6 +422,7 @@ class TestLaunchMistakes:
             (["missing.py"], "there is no training script 'missing.py'"),
             (["."], ". is a directory without a __main__.py"),
             ([""], "there is no training script ''"),
+            (["/dev/null"], "/dev/null is a pipe or a device, not a training script"),
             (["--module", "--no-python", "train"], "--module and --no-python exclude each other"),
             (["--log", "x", "train.py"], "--log is ambiguous: it could be --log-dir, --log-line-"),
             (["-m", "no_such_module.train"], "there is no module 'no_such_module'"),
