@@ -35,7 +35,7 @@ from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_trainer import GuardedTrainer, refusing, replaced, require_none_of
 from rollback.trainers.huggingface.saves import FolderSaves
-from rollback.trainers.huggingface.state import LoopState
+from rollback.trainers.huggingface.state import ChangedArguments, LoopState
 from rollback.trainers.huggingface.trl import (
     end_update,
     generates_text,
@@ -180,8 +180,9 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         trainer, announced = self._trainer, True
         state = self._state
         self.guard.keep(
-            trainer_counts=state.counts, trainer=state, trainer_logs=state.logs, trainer_evaluated=self._evaluated
-        )
+            trainer_counts=state.counts, trainer=state, trainer_logs=state.logs, trainer_evaluated=self._evaluated,
+            trainer_arguments=ChangedArguments(trainer),
+        )  # fmt: skip
         self._has_moved()  # a resume has
         if self._state.stopped_early:
             self._end_again(**given)
