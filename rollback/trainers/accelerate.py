@@ -63,13 +63,15 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     counts = _AcceleratorCounts(accelerator, loader, folders)
     guard.keep(accelerator=counts, accelerator_evaluated=_watch_evaluated_loaders(accelerator, loader))
     accelerator.save_state = folders.save_state
+    guarded = GuardedLoader(loader, guard, counts)
+    optimizer.register_step_pre_hook(lambda *_: _require_guarded(guarded))
     optimizer.register_step_pre_hook(lambda *_: _require_averaged(found["model"], guard))
     accelerator.backward = partial(_backward, accelerator.backward, guard)
     register = accelerator.register_for_checkpointing
     accelerator.register_for_checkpointing = partial(_register, register, [*known, *registered])
     for name in _DONE_BY_GUARD:
         setattr(accelerator, name, partial(_refuse_while_training, getattr(accelerator, name), guard, name))
-    return tuple(GuardedLoader(loader, guard, counts) if item is loader else item for item in prepared)
+    return tuple(guarded if item is loader else item for item in prepared)
 
 
 def _sorted(prepared: tuple[Any, ...]) -> dict[str, Any]:
@@ -132,6 +134,19 @@ def _backward(original: Callable[..., Any], guard: Guard, loss: Any, *more: Any,
     result = original(loss, *more, **others)
     guard.observe(loss)
     return result
+
+
+def _require_guarded(loader: "GuardedLoader") -> None:
+    """At an update. What the function `skip_first_batches` makes of a guarded loader reads its data past the guard."""
+    if loader.was_iterated:
+        return
+    error = UsageError(
+        "the script updates the model on batches that are not the guard's: it has not yet iterated the loader that "
+        "rollback.protect has returned",
+        hint="iterate that loader itself, from the first update on. Leave out accelerate.skip_first_batches: "
+        + _DONE_BY_GUARD["skip_first_batches"],
+    )
+    loader.guard.refuse(error)
 
 
 def _require_averaged(model: nn.Module, guard: Guard) -> None:
@@ -269,8 +284,10 @@ class GuardedLoader:
         self._loader = loader
         self._counts = counts
         self.guard = guard
+        self.was_iterated = False
 
     def __iter__(self) -> Iterator[Any]:
+        self.was_iterated = True
         begin_pass(self._loader)
         batches = iter(self.guard)
         self._counts.begin_pass(self.guard.epoch)

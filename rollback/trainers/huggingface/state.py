@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,8 +44,9 @@ class LoopState:
         self.counts = TrainerCounts(trainer)
         self.logs = LogHistory(trainer)
         self.sums = StepSums(trainer)
-        self._generation = dict(self._of_generation)
-        """How the model makes texts in front of all evaluations, as the script has set it."""
+        self._generation = _Changes(lambda: getattr(trainer.model, "generation_config", None) or SimpleNamespace())
+        """The first evaluation that makes texts fills in what was left open, so that those behind it make texts of
+        another length."""
         self._first: dict[int, dict[str, Any]] = {}
         """Arguments of each callback when it was first seen, by its id."""
 
@@ -58,7 +60,7 @@ class LoopState:
             "callbacks": [[type(item).__name__, *self._of_callback(item)] for item in self._exportable()],
             "loop": {name: of_trainer[name] for name in self._attributes() if name in of_trainer},
             "loss": trainer._tr_loss.item(),
-            "generation": self._changed_generation(),
+            "generation": self._generation.told(),
             "metrics": {
                 mode: {name: list(map(_number, values)) for name, values in gathered.items()}
                 for mode, gathered in self._gathered().items()
@@ -87,7 +89,8 @@ class LoopState:
         for name in kept["loop"].keys() & self._attributes():
             setattr(trainer, name, kept["loop"][name])
         trainer._tr_loss.fill_(kept["loss"])
-        self._put_generation(kept.get("generation"))
+        if "generation" in kept:  # an earlier version did not tell
+            self._generation.put(kept["generation"])
         for gathered in self._gathered().values():
             gathered.clear()
         for mode, values in kept["metrics"].items():
@@ -130,29 +133,6 @@ class LoopState:
                 "taken its place, or it was on a host that was lost. The next evaluation chooses a new best model"
             )
 
-    @property
-    def _of_generation(self) -> dict[str, Any]:
-        """How the model makes texts."""
-        return vars(getattr(self._trainer.model, "generation_config", None) or SimpleNamespace())
-
-    def _changed_generation(self) -> dict[str, Any]:
-        """What has become other than the script has set it, and what that was: the first evaluation that makes texts
-        fills in what was left open, so that those behind it make texts of another length."""
-        now, first = self._of_generation, self._generation
-        if now == first:
-            return {}
-        pairs = {name: [first.get(name), value] for name, value in now.items()}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and {*map(type, pair)} <= _PLAIN}
-
-    def _put_generation(self, changed: dict[str, Any] | None) -> None:
-        """None: the checkpoint does not tell. What is no plain value was set by `train()` itself, and stays."""
-        if changed is None:
-            return
-        first = self._generation
-        undone = {name: was for name, (was, _) in self._changed_generation().items()}
-        again = {name: value for name, (was, value) in changed.items() if first.get(name) == was}  # else set anew
-        self._of_generation.update({**undone, **again})
-
     def _gathered(self) -> Any:
         of_trainer = vars(self._trainer)
         return next((of_trainer[name] for name in _METRICS if name in of_trainer), {})
@@ -180,6 +160,45 @@ class LoopState:
 
     def _exportable(self) -> list[Any]:
         return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
+
+
+class ChangedArguments(SharedText):
+    """Arguments that a callback sets otherwise while it trains, as how often the Trainer logs: they go with the
+    training. Make it where that begins. What nothing changes is a setting of the script, as it has it now."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._arguments = _Changes(lambda: trainer.args)
+        self._intervals = _Changes(lambda: trainer.state, "logging_steps", "eval_steps", "save_steps")
+
+    def state_dict(self) -> str:
+        return json.dumps([self._arguments.told(), self._intervals.told()])
+
+    def load_state_dict(self, text: str) -> None:
+        for changes, told in zip((self._arguments, self._intervals), json.loads(text), strict=True):
+            changes.put(told)
+
+
+class _Changes:
+    """What has become of an object's plain values since this was made. names: of those that count; none: all."""
+
+    def __init__(self, owner: Callable[[], object], *names: str) -> None:
+        self._owner, self._names = owner, names
+        self._first = self._now()
+
+    def told(self) -> dict[str, list[Any]]:
+        """By name, what it was at first and what it is."""
+        pairs = {name: [self._first.get(name), value] for name, value in self._now().items()}
+        return {name: pair for name, pair in pairs.items() if {*map(type, pair)} <= _PLAIN and pair[0] != pair[1]}
+
+    def put(self, told: dict[str, list[Any]]) -> None:
+        """What is no plain value was set by `train()` itself, and stays."""
+        undone = {name: was for name, (was, _) in self.told().items()}
+        again = {name: value for name, (was, value) in told.items() if self._first.get(name) == was}  # else set anew
+        vars(self._owner()).update({**undone, **again})
+
+    def _now(self) -> dict[str, Any]:
+        values = vars(self._owner())
+        return {name: values[name] for name in self._names or values if name in values}
 
 
 class TrainerCounts(SharedText):

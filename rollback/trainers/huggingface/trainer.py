@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import transformers.trainer
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -33,7 +35,7 @@ from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_trainer import GuardedTrainer, refusing, replaced, require_none_of
 from rollback.trainers.huggingface.saves import FolderSaves
-from rollback.trainers.huggingface.state import LoopState
+from rollback.trainers.huggingface.state import ChangedArguments, LoopState
 from rollback.trainers.huggingface.trl import (
     end_update,
     generates_text,
@@ -118,7 +120,32 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
                     hint="protect the Trainer of the final run",
                 )
             self._require_first()
-        return self._originals["train"](None, None, *more, **others)
+        watched = register_optimizer_step_pre_hook(self._require_own_update)
+        try:
+            return self._originals["train"](None, None, *more, **others)
+        finally:
+            watched.remove()
+
+    def _require_own_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """At every update while `train` runs. In front of the guard there is none of the model's."""
+        if not hasattr(self, "guard"):
+            trained = {*map(id, self._trainer.model.parameters())}
+            if any(id(item) in trained for group in optimizer.param_groups for item in group["params"]):
+                self._require_guard()
+
+    def _require_guard(self) -> None:
+        """A class derived from the Trainer may have a loop of its own, as one that was copied from an earlier version.
+        That would train unprotected, without a word."""
+        if hasattr(self, "guard"):
+            return
+        kind = type(self._trainer).__name__
+        with refusing(status=1):
+            raise UsageError(
+                f"rollback.protect cannot guard this Trainer: {kind} trains in a loop of its own, which does not call "
+                "the Trainer's _prepare_for_training() and _run_epoch()",
+                hint=f"take out the _inner_training_loop() of {kind}; training_step(), compute_loss() and callbacks "
+                "may be its own. Or make a rollback.Guard in that loop, and leave out rollback.protect",
+            )
 
     def _is_of_this_run(self, given: str | bool) -> bool:
         """Whether there is a run already, and this folder is where it saves. given: True is the newest one, as for the
@@ -153,8 +180,9 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         trainer, announced = self._trainer, True
         state = self._state
         self.guard.keep(
-            trainer_counts=state.counts, trainer=state, trainer_logs=state.logs, trainer_evaluated=self._evaluated
-        )
+            trainer_counts=state.counts, trainer=state, trainer_logs=state.logs, trainer_evaluated=self._evaluated,
+            trainer_arguments=ChangedArguments(trainer),
+        )  # fmt: skip
         self._has_moved()  # a resume has
         if self._state.stopped_early:
             self._end_again(**given)
@@ -191,6 +219,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         self._maybe_log_save_evaluate(trainer._tr_loss, None, model, trial, epoch, ignore_keys_for_eval, start_time)
 
     def training_step(self, model: Any, inputs: Any, *given: Any, **others: Any) -> Any:
+        self._require_guard()
         self._drawn = []
         self._state.sums.begin(inputs)
         loss = self._originals["training_step"](model, inputs, *given, **others)

@@ -20,6 +20,8 @@ _BESIDE = {"AsyncGRPOTrainer": "GRPOTrainer", "AsyncDistillationTrainer": "Disti
 _COUNTERS = "_step", "_buffer_step"
 """A trainer with completions counts its batches in one of these."""
 _ENTROPY = "entropy_coef", "_last_world_entropy"
+_GATHERED = ("stats",)
+"""Of OnlineDPOTrainer: lists of numbers by name. Any other trainer may hold something else by that name."""
 
 
 def reference_models(trainer: Any) -> dict[str, nn.Module]:
@@ -45,9 +47,10 @@ def reference_models(trainer: Any) -> dict[str, nn.Module]:
 
 
 def adapted_attributes(trainer: Any) -> tuple[str, ...]:
-    """Names of the trainer's attributes that it adapts at each update. A weight that stays as it is is a setting, which
-    the script of a resumed run may have changed."""
-    return _ENTROPY if getattr(trainer, "use_adaptive_entropy", False) else ()
+    """Names of the trainer's attributes that it adapts at each update, or gathers for its next log. A weight that stays
+    as it is is a setting, which the script of a resumed run may have changed."""
+    entropy = _ENTROPY if getattr(trainer, "use_adaptive_entropy", False) else ()
+    return (*entropy, *_GATHERED) if "OnlineDPOTrainer" in _kinds_of_trl(trainer) else entropy
 
 
 def generates_text(trainer: Any) -> bool:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -123,6 +123,31 @@ def behind_train() -> None:
     rollback.protect(made)
 
 
+class OwnLoop(Trainer):  # type: ignore[misc]
+    """As those copied from an earlier transformers, but for what does not count here."""
+
+    by_training_step = True
+
+    def _inner_training_loop(self, *_: Any, **__: Any) -> None:
+        self.create_optimizer_and_scheduler(2)
+        for batch in self.get_train_dataloader():
+            if self.by_training_step:
+                self.training_step(self.model, batch)
+            else:
+                self.model(batch[0]).sum().backward()
+            self.optimizer.step()
+
+
+class OwnSteps(OwnLoop):
+    by_training_step = False
+
+
+def with_own_loop(kind: type[Trainer]) -> None:
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none", save_strategy="no")
+    made = kind(model=nn.Linear(2, 1), args=args, train_dataset=DATA, data_collator=default_collate)
+    rollback.protect(made).train()
+
+
 def twice() -> None:
     rollback.protect(protected())
 
@@ -179,6 +204,8 @@ CASES: dict[str, Callable[[], object]] = {
     "hyperparameter_search": lambda: protected().train(trial={"learning_rate": 1.0}),
     "trained twice": trained_twice,
     "behind train": behind_train,
+    "a loop of its own": lambda: with_own_loop(OwnLoop),
+    "a loop and steps of its own": lambda: with_own_loop(OwnSteps),
     "twice": twice,
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
     "what the Trainer has by its name": lambda: rollback.protect(trainer(), max_steps=4).train(),

@@ -27,6 +27,8 @@ REFUSED = {
     "hyperparameter_search": ("hyperparameter_search", "the final run"),
     "trained twice": ("a second time", "another Trainer"),
     "behind train": ("4 steps already, unprotected", "before trainer.train()"),
+    "a loop of its own": ("OwnLoop trains in a loop of its own", "_inner_training_loop() of OwnLoop"),
+    "a loop and steps of its own": ("OwnSteps trains in a loop of its own", "_inner_training_loop() of OwnSteps"),
     "twice": ("before", "call it once"),
     "no setting": ("polcy", "policy"),
     "what the Trainer has by its name": ("got max_steps=", "a Trainer has it"),

@@ -74,6 +74,23 @@ def test_what_is_registered_for_checkpoints_goes_back_with_the_weights(accelerat
     loader.guard.close()
 
 
+def test_batches_that_are_read_past_the_guard_are_refused_before_the_weights_change(
+    accelerator: Any, tmp_path: Path
+) -> None:
+    from accelerate import skip_first_batches
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    prepared = accelerator.prepare(model, optimizer, DataLoader(torch.randn(32, 4), batch_size=8))
+    model, optimizer, loader = rollback.protect(accelerator, *prepared, run=tmp_path / "run")
+    before = model.weight.detach().clone()
+    accelerator.backward(model(next(iter(skip_first_batches(loader, 2)))).square().mean())
+    with pytest.raises(UsageError, match="batches that are not the guard's"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    loader.guard.close()
+
+
 def test_strict_refuses_a_loader_whose_order_would_be_another_one() -> None:
     class Prepared:
         __module__ = "accelerate.data_loader"

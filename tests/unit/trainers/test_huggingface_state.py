@@ -77,6 +77,33 @@ def test_what_an_evaluation_has_filled_in_of_how_texts_are_made_is_as_it_was_the
     assert vars(config) == {"num_beams": 1, "max_length": None, "eos": [7, 2]}, "an older run does not tell"
 
 
+def test_arguments_that_change_while_training_go_back_with_it_and_the_others_are_the_scripts() -> None:
+    pytest.importorskip("transformers")
+    from rollback.trainers.huggingface.state import ChangedArguments
+
+    def trained(clip: float, every: int) -> tuple[Any, ChangedArguments]:
+        trainer = trainer_with([])
+        vars(trainer.state).update(logging_steps=every)
+        trainer.args = SimpleNamespace(max_grad_norm=clip, device=torch.device("cpu"), seed=1)
+        return trainer, ChangedArguments(trainer)
+
+    def of(trainer: Any) -> tuple[float, int, int]:
+        return trainer.args.max_grad_norm, trainer.state.logging_steps, trainer.args.seed
+
+    trainer, changed = trained(1.0, 10)
+    before = changed.state_dict()
+    trainer.args.max_grad_norm, trainer.state.logging_steps = 0.5, 2
+    trainer.args.device, trainer.state.global_step = torch.device("meta"), 9
+    behind = changed.state_dict()
+    for clip, every, expected in ((1.0, 10, (0.5, 2, 1)), (4.0, 10, (4.0, 2, 1)), (1.0, 5, (0.5, 5, 1))):
+        resumed, again = trained(clip, every)
+        again.load_state_dict(behind)
+        assert of(resumed) == expected
+        assert resumed.state.global_step == 7
+    changed.load_state_dict(before)
+    assert of(trainer) == (1.0, 10, 1)
+
+
 @pytest.mark.parametrize(("asked", "stops"), [(90, True), (7, False), (120, False)])
 def test_a_stop_by_a_callback_holds_unless_more_steps_are_asked_for(asked: int, stops: bool) -> None:
     stopped = trainer_with([])

@@ -46,6 +46,13 @@ def test_what_is_derived_from_trls_callback_counts_and_a_strangers_of_that_name_
     assert trl.reference_models(with_callbacks(callback("SyncRefModelCallback", "mine"))) == {}
 
 
+def test_what_online_dpo_has_gathered_for_its_next_log_is_kept_and_a_strangers_of_that_name_is_not(trl: Any) -> None:
+    online = callback("OnlineDPOTrainer", "trl.experimental.online_dpo.online_dpo_trainer", stats={"beta": [0.1]})
+    derived = type("Mine", (type(online),), {"__module__": "mine"})()
+    assert trl.adapted_attributes(online) == trl.adapted_attributes(derived) == ("stats",)
+    assert trl.adapted_attributes(callback("OnlineDPOTrainer", "mine", stats=object())) == ()
+
+
 def generating(*, steps: int | None, accumulate: int, iterations: int | None = 1, counted: int = 0) -> Any:
     args = SimpleNamespace(steps_per_generation=steps, gradient_accumulation_steps=accumulate)
     trainer = SimpleNamespace(args=args, _buffered_inputs=None, _step=counted)
