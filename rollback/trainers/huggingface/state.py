@@ -183,11 +183,12 @@ class _Changes:
 
     def __init__(self, owner: Callable[[], object], *names: str) -> None:
         self._owner, self._names = owner, names
-        self._first = self._now()
+        self._first = {**self._now()}
 
     def told(self) -> dict[str, list[Any]]:
         """By name, what it was at first and what it is."""
-        pairs = {name: [self._first.get(name), value] for name, value in self._now().items()}
+        first = self._first
+        pairs = {name: [first.get(name), value] for name, value in self._now().items() if value is not first.get(name)}
         return {name: pair for name, pair in pairs.items() if {*map(type, pair)} <= _PLAIN and pair[0] != pair[1]}
 
     def put(self, told: dict[str, list[Any]]) -> None:
@@ -198,7 +199,7 @@ class _Changes:
 
     def _now(self) -> dict[str, Any]:
         values = vars(self._owner())
-        return {name: values[name] for name in self._names or values if name in values}
+        return {name: values[name] for name in self._names if name in values} if self._names else values
 
 
 class TrainerCounts(SharedText):
