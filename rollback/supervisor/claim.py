@@ -98,10 +98,11 @@ def _require_run_directory(paths: RunPaths) -> None:
     """Raise RunDoesNotFit for a directory with other files."""
     if not paths.root.exists() or paths.identity.exists() or paths.train_journal.parent.exists():
         return
-    # An attempt that ended before its ranks had attached may have left these.
+    # An attempt that ended before its ranks had attached may have left these, and a node that waited without a seat.
     ours = (
         paths.lock, paths.holder, temporary_of(paths.holder), paths.ranks, paths.ring, paths.skips,
-        temporary_of(paths.identity), paths.metrics.parent, paths.nodes,
+        temporary_of(paths.identity), paths.metrics.parent, paths.nodes, paths.frozen, paths.record_location,
+        temporary_of(paths.record_location),
     )  # fmt: skip
     others = sorted({entry.name for entry in os.scandir(paths.root)} - {path.name for path in ours})
     if others:

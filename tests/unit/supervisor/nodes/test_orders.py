@@ -22,6 +22,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.record_location import read_record_location
 from rollback.supervisor import hang_watch
 from rollback.supervisor.attempts import Attempts
+from rollback.supervisor.claim import read_past
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.journal import SupervisorJournal
@@ -340,6 +341,8 @@ def test_a_node_that_comes_back_during_an_attempt_waits_for_the_next_one_and_is_
     following.leads.show(phase="run", members=("a:1:1.0", "somebody else"), directory="/there/run")
     following.until(lambda: any("is fetched ahead" in line for line in following.told))
     assert read_record_location(paths) == ("a", "/there/run"), "who asks here is told where the run is"
+    paths.frozen.mkdir()  # fetched with the checkpoint
+    read_past(paths)  # where its leader is lost, or it is killed, this node begins anew with what it has fetched
     assert following.end() == ["done"]
     assert not paths.record_location.exists(), "nothing of the run has been here"
     assert not any("as a spare" in line for line in following.told), following.told
