@@ -266,7 +266,8 @@ def _attempt(
     started, attached = last_fact(records, facts.AttemptStarted), last_fact(records, facts.Attached)
     ended, restart = last_fact(records, facts.AttemptEnded), last_fact(records, facts.RestartScheduled)
     kept, run_ended = last_fact(records, facts.LastSnapshotMade), last_fact(records, facts.RunEnded)
-    together, told = ended_together(records), ended.cause if ended else None
+    together = ended_together(records)
+    told = ended.cause if ended else run_ended.reason if run_ended else None  # it could not be found out how it ended
     well = ended is not None and ended.status == 0
     refused = well and not attached and run_ended is not None and run_ended.exit_code
     stopped = together.reason if isinstance(together, facts.Stopped) else None
@@ -280,11 +281,11 @@ def _attempt(
         (script_left(records), "left", SCRIPT_LEFT),
         (trained, "finished", complete.account if isinstance(complete, facts.FinalStateLost) else told),
         (well and not attached, "finished", told),
-        (is_last and not ended, "running_or_unknown", None),
+        (is_last and not (ended or run_ended), "running_or_unknown", None),
         (True, "died", told),
     ]
     how, cause = next((how, cause) for holds, how, cause in ends if holds)
-    end = ended or (together if how in ("stopped", "left", "finished") else None)
+    end = ended or (together if how in ("stopped", "left", "finished") else run_ended)
     price = costs.deaths.get(number)
     return report.AttemptEntry(
         attempt=number,

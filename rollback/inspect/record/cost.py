@@ -23,7 +23,7 @@ from pydantic import Field
 
 from rollback.facts import training as facts
 from rollback.inspect.document import ReportItem
-from rollback.inspect.record.ending import script_left
+from rollback.inspect.record.ending import ended_together, script_left
 from rollback.inspect.record.reading import by_attempt
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
 from rollback.terminal.quantities import at_least, duration, seconds_since_epoch
@@ -314,9 +314,9 @@ def deaths(
     kept = {fact.checkpoint for _, fact in of_kind(records, facts.LastSnapshotMade) if fact.checkpoint}
     found, order = {}, sorted(trained)
     for attempt, back in zip(order, [*(trained[later] for later in order[1:]), next_start], strict=False):
-        stopped = last_fact(own[attempt], facts.Stopped)
-        if back is None or (stopped is not None and stopped.reason != "preempted"):  # given up, which is no death
-            continue
+        together = ended_together(own[attempt])
+        if back is None or (isinstance(together, facts.Stopped) and together.reason != "preempted"):
+            continue  # given up, which is no death
         went_back = attempt != order[-1]
         lost = costs.deaths[attempt].steps or 0 if went_back else costs.reached[attempt] - back[1]
         if lost > 0:
@@ -336,7 +336,7 @@ def is_reach_known(own: Sequence[facts.JournalEntry]) -> bool:
     # unless its ranks left without a word (`os._exit`).
     raised = ended is not None and ended.fingerprint is not None
     counted = kept is not None and kept.steps_lost is not None
-    told = bool(of_kinds(own, {facts.Stopped, facts.ScriptLeft}))
+    told = isinstance(ended_together(own), facts.Stopped | facts.ScriptLeft)
     return raised or counted or told or (_ended_well(own) and not script_left(own))
 
 

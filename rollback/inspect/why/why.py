@@ -16,13 +16,13 @@ from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import ABOUT_NODES, Why
 from rollback.inspect.document import Document, ReportItem, fields_of
 from rollback.inspect.record.cost import Death
-from rollback.inspect.record.ending import NO_END, script_left
+from rollback.inspect.record.ending import NO_END, ended_together, script_left
 from rollback.inspect.record.reading import NODES_IN_WORDS, REMARKS, REMARKS_IN_WORDS, by_attempt
 from rollback.inspect.status.report import RunStatus
 from rollback.inspect.status.status import StatusReader
 from rollback.rundir.failures import FailureRecord, in_order_of_blame, read_failures
 from rollback.rundir.heartbeats import read_all_heartbeats
-from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
+from rollback.rundir.journal.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
 from rollback.system.durable import read_tail
@@ -171,12 +171,13 @@ def _failure(paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], n
     if ended is not None:
         well = ended.why is None and ended.status == 0
         return None if well or ended.why == "told_to_stop" else ended.cause
-    supervised = last_fact(own, facts.AttemptStarted) is not None
-    trained = of_kinds(own, {facts.Finished, facts.FinalStateLost})
-    by_itself = trained and not supervised  # a supervisor would have seen the end
-    if (stopped := last_fact(own, facts.Stopped)) is not None:
+    supervised, together = last_fact(own, facts.AttemptStarted) is not None, ended_together(own)
+    if (run_ended := last_fact(own, facts.RunEnded)) is not None and run_ended.exit_code:
+        return run_ended.reason  # as where the record could not be read when the attempt was over
+    by_itself = isinstance(together, facts.Finished | facts.FinalStateLost) and not supervised
+    if isinstance(together, facts.Stopped):
         orphaned = now is None or (now.ending is not None and now.ending.orphaned)  # ranks that stopped may have had to
-        return NO_END if supervised and orphaned and stopped.reason == "preempted" else None
+        return NO_END if supervised and orphaned and together.reason == "preempted" else None
     if by_itself or (now is not None and now.state in ("running", "starting")):
         return None
     records = in_order_of_blame(read_failures(paths.failures(attempt)).values())

@@ -288,6 +288,33 @@ def test_a_loop_that_was_left_is_not_the_end_of_a_process_that_trains_again(
     assert read_attempt_report(run.paths.root).cause != SCRIPT_LEFT
 
 
+def test_what_ended_before_a_process_trained_again_is_no_end_of_what_came_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two guards in one process, without a supervisor: the second one's training is killed."""
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.attach(0, 1, None, 0)
+    run.tell(5, Finished(step=63, batch=126))
+    run.attach(6, 1, None, 0)
+    assert read_status(run.paths.root).state == "died"
+    assert read_attempt_report(run.paths.root).cause == "no end is on record: its ranks were killed"
+    run.tell(7, Stopped(reason="structural", step=5, batch=9, checkpoint=None, account="it does not help"))
+    assert read_attempt_report(run.paths.root).cause is None
+    run.attach(8, 1, "c000001-s00000010", 10)
+    audit = compile_audit(read_run_contents(run.paths.root))
+    assert (audit.attempts[0].ended, audit.attempts[0].at_least) == ("running_or_unknown", True)
+
+
+def test_where_nobody_could_find_out_how_an_attempt_ended_all_say_why(run: RecordedRun) -> None:
+    why = "reading the journal runs/x/journal/train.jsonl: Input/output error"
+    run.tell(9, RunEnded(exit_code=74, reason=why))
+    entry, ending = compile_audit(read_run_contents(run.paths.root)).attempts[0], read_status(run.paths.root).ending
+    assert ending is not None
+    assert (entry.ended, entry.cause, ending.account) == ("died", why, why)
+    assert entry.ended_at is not None
+    assert read_attempt_report(run.paths.root).cause == why
+
+
 def death_in(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("lost")).removeprefix("lost").strip()
 
