@@ -1,6 +1,8 @@
 """Several nodes of a job ask at the same moment whether the ring's URL can be used."""
 
-from collections.abc import Iterator
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import faulty
@@ -67,3 +69,33 @@ def test_a_launch_says_that_its_url_does_not_answer(bucket: faulty.Bucket, monke
     monkeypatch.setattr(bucket, "find", answer_once_that_is_said)
     assert reach("faulty://shared/run", writing=False, say=said.append) is not None
     assert said == ["nothing has got through to faulty://shared/run for 0 s; it is tried again"]
+
+
+def test_what_takes_long_here_is_not_told_as_a_url_that_does_not_answer(
+    bucket: faulty.Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch that fetches first reads what checkpoints are on its own disk."""
+    looks, said, now = list[Callable[[], None]](), list[str](), [0.0]
+    find = bucket.find
+
+    def watched(name: str, every: float, look: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        looks.append(look)
+        return contextlib.nullcontext()
+
+    def answer_late(key: str) -> bytes:
+        now[0] += storing.STUCK + 1
+        looks[0]()
+        return find(key)
+
+    monkeypatch.setattr(storing, "called_every", watched)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    store = Store("faulty://shared/run")
+    with store.told_if_stuck(said.append):
+        for _ in range(2):
+            store.get("key", 1)
+            now[0] += 1000.0
+            looks[0]()
+        assert said == []
+        monkeypatch.setattr(bucket, "find", answer_late)
+        store.get("key", 1)
+    assert said == ["nothing has got through to faulty://shared/run for 5 s; it is tried again"]

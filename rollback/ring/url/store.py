@@ -6,6 +6,7 @@ handles credentials and endpoints: environment variables, its configuration file
 
 import contextlib
 import io
+import math
 import os
 import random
 import shutil
@@ -72,6 +73,8 @@ class Store:
         self._given_up = threading.Event()
         self._through = time.monotonic()
         """When an operation, or a part of a file, was through."""
+        self._asked: float | None = None
+        """When the present operation began; None: none is under way."""
         self._protocol = urlsplit(url).scheme
         self._refused = True  # connected with the first operation: some file systems reach for the network then
 
@@ -106,18 +109,19 @@ class Store:
         What fails is tried again, by the file system itself as well, and that takes minutes. Who holds something
         meanwhile wants to know sooner.
         """
-        self._through, calls = time.monotonic(), [act]
-
-        def watch() -> None:
-            if calls and time.monotonic() - self._through > STUCK:
-                calls.pop()()
-
-        with called_every("rollback-stuck", STUCK / 10, watch):
+        self._through = time.monotonic()
+        with _called_once(act, lambda: self._through):
             yield
 
     def told_if_stuck(self, say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
-        """In this block: tell people, once, what they wait for, however patient the file system is."""
-        return self.if_stuck(lambda: say(f"nothing has got through to {self.url} for {STUCK:.0f} s; it is tried again"))
+        """In this block: tell people, once, what they wait for, however patient the file system is. What takes long
+        between two operations, as to verify what is here already, is no such wait."""
+
+        def since() -> float:
+            return math.inf if (asked := self._asked) is None else max(asked, self._through)
+
+        text = f"nothing has got through to {self.url} for {STUCK:.0f} s; it is tried again"
+        return _called_once(lambda: say(text), since)
 
     def probe(self, *, writing: bool = True) -> None:
         """Raise RingUnavailable unless objects can be read, written and deleted there.
@@ -287,6 +291,7 @@ class Store:
             sleep=tenacity.sleep_using_event(self._given_up),
             reraise=True,
         )
+        self._asked = time.monotonic()
         try:
             done = retrying(once)
         except RollbackError:
@@ -297,6 +302,8 @@ class Store:
                 raise
             self._refused = not missing and not _may_go_away(error)
             raise self._explain(doing, key, error) from error
+        finally:
+            self._asked = None
         self._through = time.monotonic()
         return done
 
@@ -307,6 +314,17 @@ class Store:
             f"{doing} {place}: {why or type(error).__name__}",
             hint="check the URL, the credentials, and that the bucket exists and is reachable from this machine",
         )
+
+
+def _called_once(act: Callable[[], None], since: Callable[[], float]) -> contextlib.AbstractContextManager[None]:
+    """In this block: `act` is called once, in a thread, when `STUCK` seconds have passed since that time."""
+    calls = [act]
+
+    def watch() -> None:
+        if calls and time.monotonic() - since() > STUCK:
+            calls.pop()()
+
+    return called_every("rollback-stuck", STUCK / 10, watch)
 
 
 def _may_go_away(error: BaseException) -> bool:
