@@ -426,6 +426,35 @@ def test_where_both_indexes_are_damaged_the_process_that_writes_there_puts_back_
     assert journal(new) == journal(run.paths)
 
 
+def test_an_index_is_put_back_only_where_it_was_there_and_comes_back(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    other = RecordedRun(tmp_path / "other", monkeypatch)
+    other.attach(0, 1, None, 0)
+    abandons = opened(other.paths)
+    abandons.keep_record()
+    takes_over = opened(run.paths, told.append)  # it has written nothing yet, and the other's index is not its own
+    (key,) = [key for key in bucket.objects if "/index-" in key]
+    bucket.objects[key] = bucket.objects[key][:-1]
+    before = {**bucket.objects}
+    with pytest.raises(RingUnavailable, match="is damaged"):
+        takes_over.open()
+    assert bucket.objects == before
+
+    bucket.objects.clear()
+    at_url = opened(run.paths, told.append)
+    put(at_url, run.paths, NAMES[0])
+    find = bucket.find
+    monkeypatch.setattr(bucket, "find", lambda key: b"log in first" if "index-" in key else find(key))
+    with pytest.raises(RingUnavailable, match="is damaged"):
+        at_url.open()
+    assert told == []
+    monkeypatch.setattr(bucket, "find", find)
+    at_url.open()
+    assert list(at_url.held()) == NAMES[:1]
+
+
 def test_a_record_that_somebody_removes_is_put_there_again(
     run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

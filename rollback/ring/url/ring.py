@@ -78,10 +78,9 @@ class RingAtUrl:
         try:
             indexes = read_indexes(self._store)
         except IndexDamaged as error:
-            if self._index is None or not self._index.generation:
+            if self._index is None or not self._index.record:  # an index that was nowhere yet
                 raise
-            self._put_back(self._index, error)
-            indexes = [self._index]
+            indexes = self._put_back(self._index, error)
         start = first_index(identity.run_id, self._writer)
         if indexes and is_abandoned(self._store, indexes[0], identity):
             # Taken over: generations go on, so that ours is the newer one.
@@ -174,11 +173,14 @@ class RingAtUrl:
         self._previous, self._index = self._index, new
         self._look_for_pieces()
 
-    def _put_back(self, last: Index, error: IndexDamaged) -> None:
+    def _put_back(self, last: Index, error: IndexDamaged) -> list[Index]:
         """Somebody has damaged what this process wrote last, or read at its start. It knows what was there: without
-        this nothing could be copied any more for as long as the run lives."""
+        this nothing could be copied any more for as long as the run lives. Returns what the URL then shows: where that
+        is damaged again, as behind a proxy that answers itself, no object there can be judged."""
         self._store.put(index_key(last.generation), last.to_json())
+        indexes = read_indexes(self._store)
         self._say(f"the durable ring: {error.message}. The last one that this process knows is put there again")
+        return indexes
 
     def _delete_forgotten(self) -> None:
         self._can_delete = False
