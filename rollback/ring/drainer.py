@@ -8,7 +8,7 @@
     CLOSED     has ended
 
 Training never waits for this thread. If the durable ring cannot be reached, the thread writes one line into the journal
-and one for people, and tries again; training goes on.
+and one for people, and tries again.
 """
 
 import contextlib
@@ -323,8 +323,8 @@ class Drainer:
         self._record_at, self._record_changed = time.monotonic(), False
 
     def _complain(self, checkpoint: str | None, error: Exception) -> None:
-        """Report each trouble, to people once; the next `drained` in the journal ends the trouble. There is another
-        try, and training that goes on, only while the ranks train."""
+        """Report each trouble, to people once; the next `drained` in the journal ends the trouble. There is another try
+        until the last attempt is over. Between two attempts nobody trains: it is not said that training goes on."""
         self.trouble = text = message_of(error)
         if checkpoint is None:
             self._failures += 1
@@ -336,7 +336,7 @@ class Drainer:
             if isinstance(error, RunDoesNotFit):
                 what = f"nothing more is copied to it ({error.hint})"
             if checkpoint is not None or text != self._said:
-                self._say(f"the durable ring: {text}; {what}{', and training goes on' if follows else ''}")
+                self._say(f"the durable ring: {text}; {what}{', and training does not wait for it' if follows else ''}")
             self._said = text if checkpoint is None else self._said
             self._note(DrainFailed(checkpoint=checkpoint, place=self._ring.place, error=text))
 

@@ -106,7 +106,7 @@ def test_a_ring_is_told_to_work_again_only_once_something_was_written_there(tmp_
     drainer = Drainer(RunPaths(tmp_path), ring, DrainPace.parse("10"), 3, lambda fact: None, say)  # type: ignore[arg-type]
     drainer.start()
     assert complained.wait(60)
-    assert told == ["the durable ring: nobody answers; it is tried again, and training goes on"]
+    assert told == ["the durable ring: nobody answers; it is tried again, and training does not wait for it"]
     assert drainer.trouble == "nobody answers"
     drainer.close()
     assert drainer.wait(DrainPhase.CLOSED, 60)
@@ -177,7 +177,7 @@ def test_a_file_system_that_cannot_be_reached_when_the_run_begins_is_tried_again
     wait_for((tmp_path / "bucket" / "index-1.json").exists)
     drainer.close()
     assert drainer.wait(DrainPhase.CLOSED, 60)
-    assert "nobody answers yet; it is tried again, and training goes on" in told[0]
+    assert "nobody answers yet; it is tried again, and training does not wait for it" in told[0]
 
 
 def begin(paths: RunPaths) -> None:
@@ -279,7 +279,7 @@ def test_the_final_state_of_a_run_that_was_overtaken_at_its_url_comes_home(
     assert (home.has, released, ring.tries) == ([name], [name], 1), "nothing is tried at that ring again"
     (line,) = told
     assert "nothing more is copied to it (name another URL)" in line
-    assert line.endswith(", and training goes on") is (seen == "in mid run")
+    assert line.endswith(", and training does not wait for it") is (seen == "in mid run")
 
 
 def test_of_hosts_apart_nothing_is_brought_home_from_a_url_where_another_goes_on(
