@@ -1,9 +1,10 @@
 """The attempts of one launch: watches an attempt, judges how it ended, starts the next one or ends the run."""
 
+import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -125,15 +126,21 @@ class Attempts:
 
     def _gather(self, attempt: int) -> bool:
         """Wait for all nodes. False: a stop signal came first."""
-        try:
+        with self._its_error_on_record():
             if self._nodes.gather(attempt, lambda: bool(self._signals.received)):
                 return True
+        self._hear_signals()
+        return False
+
+    @contextlib.contextmanager
+    def _its_error_on_record(self) -> Iterator[None]:
+        """For what comes before an attempt: what is raised there ends the run."""
+        try:
+            yield
         except RollbackError as error:
             if self._own_journal.opened:
                 self._end(error.exit_code, error.message)
             raise
-        self._hear_signals()
-        return False
 
     def _tell_what_was_kept(self, attempt: int, past: EarlierAttempts) -> None:
         """Journal what the ranks of the last attempt have kept, where their supervisor was gone before they were."""
@@ -148,9 +155,11 @@ class Attempts:
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
         """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""
-        self._own_journal.attempt = attempt
         began = time.monotonic()
-        with self._host.attempt(attempt, self._nodes.group) as running:
+        with contextlib.ExitStack() as over:
+            with self._its_error_on_record():
+                running = over.enter_context(self._host.attempt(attempt, self._nodes.group))
+            self._own_journal.attempt = attempt
             self._note_start(running)
             status, ended = self._watch(running)
         left = self._nodes.left(self._host.left(status, running))

@@ -24,7 +24,15 @@ from hypothesis import strategies as st
 from launched import launched
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, JournalDamaged, RefusalKind, RunDirectoryError, ScriptRefused, UsageError
+from rollback.errors import (
+    ExitCode,
+    JournalDamaged,
+    RefusalKind,
+    RollbackError,
+    RunDirectoryError,
+    ScriptRefused,
+    UsageError,
+)
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -213,6 +221,27 @@ def test_how_a_run_ended_is_on_record_also_where_the_ranks_journal_cannot_be_rea
     assert ended == RunEnded(exit_code=1, reason="rank 1 was killed")
     (line,) = said
     assert line.startswith("what is in memory may not get to the durable ring: reading the journal")
+
+
+def test_an_attempt_that_cannot_be_started_ends_the_run_on_record(tmp_path: Path) -> None:
+    """As where the machine has no memory for torchrun, behind an attempt that it cost."""
+    paths, error = RunPaths(tmp_path), RollbackError("starting torchrun: Cannot allocate memory")
+
+    def refused(number: int, group: object) -> Any:
+        raise error
+
+    with contextlib.closing(Journal(paths.train_journal, 1)) as journal:
+        journal.append(attached_at(0))
+    with contextlib.closing(SupervisorJournal(paths, print)) as own_journal:
+        order = launched(paths, LaunchedJob({}, "train.py", []))
+        host = SimpleNamespace(attempt=refused)
+        attempts = Attempts(order, print, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
+        own_journal.attempt = 1
+        own_journal.open()
+        with pytest.raises(RollbackError):
+            attempts._attempt(2)
+    (entry,) = read_journal(paths.supervisor_journal).records
+    assert (entry.attempt, entry.fact) == (1, RunEnded(exit_code=1, reason=error.message)), "there is no attempt 2"
 
 
 def test_a_second_stop_signal_ends_the_wait_for_a_disk_and_one_alone_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
