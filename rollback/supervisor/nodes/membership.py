@@ -141,7 +141,8 @@ def command_of(job: LaunchedJob, settings: Settings, options: Mapping[str, int])
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["torch"] = metadata.version("torch")
     least, most = _range(str(job.flags.get("nnodes", "1")))
-    numbers = {"--nnodes": f"{least}:{most}", "--nproc": str(job.flags.get("nproc-per-node", "1"))}
+    ranks = str(job.flags.get("nproc-per-node", "1"))
+    numbers = {"--nnodes": f"{least}:{most}", "--nproc": str(int(ranks)) if ranks.isdecimal() else ranks}
     numbers |= {name: str(value) for name, value in options.items()}
     return {"script": conditions["script"] or "", **digests, **versions, **numbers}
 

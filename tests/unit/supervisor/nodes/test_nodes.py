@@ -380,3 +380,4 @@ def test_options_that_another_node_does_not_have_are_told_as_other_arguments_are
     assert differences(told(), told(arguments=["--lr", "1"])) == "arguments"
     assert differences(told(), told(spares=1)) == "--spare-nodes"
     assert differences(told(), told(each="2")) == "--nproc", "a spare would give the job other ranks than it had"
+    assert differences(told(each="8"), told(each="08")) == "", "torchrun reads a number"
