@@ -139,6 +139,7 @@ class Attempts:
             yield
         except RollbackError as error:
             if self._own_journal.opened:
+                self._nodes.end()  # else their ranks wait for ours while the durable ring is filled
                 self._end(error.exit_code, error.message)
             raise
 

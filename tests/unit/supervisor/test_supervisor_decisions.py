@@ -227,6 +227,12 @@ def test_an_attempt_that_cannot_be_started_ends_the_run_on_record(tmp_path: Path
     """As where the machine has no memory for torchrun, behind an attempt that it cost."""
     paths, error = RunPaths(tmp_path), RollbackError("starting torchrun: Cannot allocate memory")
 
+    ended = list[bool]()
+
+    class OtherNodes(Nodes):
+        def end(self) -> None:
+            ended.append(not read_journal(paths.supervisor_journal).records)
+
     def refused(number: int, group: object) -> Any:
         raise error
 
@@ -235,13 +241,14 @@ def test_an_attempt_that_cannot_be_started_ends_the_run_on_record(tmp_path: Path
     with contextlib.closing(SupervisorJournal(paths, print)) as own_journal:
         order = launched(paths, LaunchedJob({}, "train.py", []))
         host = SimpleNamespace(attempt=refused)
-        attempts = Attempts(order, print, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
+        attempts = Attempts(order, print, host, own_journal, StopSignals(), OtherNodes(), lambda: None)  # type: ignore[arg-type]
         own_journal.attempt = 1
         own_journal.open()
         with pytest.raises(RollbackError):
             attempts._attempt(2)
     (entry,) = read_journal(paths.supervisor_journal).records
     assert (entry.attempt, entry.fact) == (1, RunEnded(exit_code=1, reason=error.message)), "there is no attempt 2"
+    assert ended == [True], "their ranks, first"
 
 
 def test_a_second_stop_signal_ends_the_wait_for_a_disk_and_one_alone_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
