@@ -13,9 +13,14 @@ def make() -> Any:
     lightning = pytest.importorskip("lightning")
     from rollback.trainers.lightning.own_attributes import OwnAttributes
 
-    class Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, rate: float) -> None:
+    class LightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, name: str) -> None:
             super().__init__()
+            self.name = name
+
+    class Net(LightningModule):
+        def __init__(self, rate: float) -> None:
+            super().__init__("net")
             self.save_hyperparameters()
             self.rate, self.losses, self.best = rate, [], {"step": 0}
             self.center = torch.zeros(2)
@@ -69,3 +74,34 @@ def test_what_is_too_much_is_named_once_where_it_is_missed(make: Any, capfd: pyt
         attributes.load_state_dict(kept)
     assert capfd.readouterr().err.count("Net.losses stays as it is") == 1
     assert len(module.losses) == 1001
+
+
+def test_a_tensor_that_may_be_a_view_of_a_buffer_is_not_written_to(make: Any) -> None:
+    module, attributes = make()
+    module.register_buffer("queue", torch.zeros(2, 3))
+    module.row, module.rows = module.queue[0], [module.queue[0]]
+    kept = attributes.state_dict()
+    module.queue[1] = 5
+    module.row, module.rows = module.queue[1], [module.queue[1]]
+    attributes.load_state_dict(kept)
+    assert module.queue.tolist() == [[0, 0, 0], [5, 5, 5]]
+    assert (module.row.tolist(), module.rows[0].tolist()) == ([0, 0, 0], [0, 0, 0])
+
+
+def test_what_the_script_has_as_an_object_now_stays_one(make: Any) -> None:
+    module, attributes = make()
+    module.rate = 0.5
+    kept = attributes.state_dict()
+    other, again = make(rate=print)
+    again.load_state_dict(kept)
+    assert other.rate is print
+
+
+def test_activations_that_a_step_leaves_behind_are_no_history(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    module, attributes = make()
+    module.features = torch.zeros(2000)
+    module.node = {}
+    module.node["parent"] = module.node
+    attributes.load_state_dict(attributes.state_dict())
+    assert attributes.state_dict() == {}
+    assert "stays as it is" not in capfd.readouterr().err
