@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rollback.train.comm.recorder import say
+from rollback.train.state.module_buffers import NUMBERS_KEPT
 from rollback.trainers.variable_values import MISSES, decoded, is_history, state_of
 
 _ABSENT = {"absent": True}
@@ -20,6 +21,7 @@ class OwnAttributes:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        vars(module)[NUMBERS_KEPT] = True
         kinds = (kind for kind in type(module).__mro__ if kind.__module__.endswith("core.module"))
         bare = next(kind for kind in kinds if kind.__name__ == "LightningModule")()
         own = {name: value for name, value in vars(module).items() if name not in vars(bare)}

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from rollback.train.advice.unkept_state import _numbers_of
+
 
 @pytest.fixture
 def make() -> Any:
@@ -51,6 +53,12 @@ def test_what_training_has_changed_is_there_in_a_new_process_and_settings_are_th
     assert (other.best, other.rate) == ({"step": 7}, 0.2)
     assert other.late != other.late
     assert again.state_dict().keys() == kept.keys()
+
+
+def test_numbers_that_come_back_are_not_called_unkept(make: Any) -> None:
+    module, _ = make()
+    module.part = type(module)(0.3)
+    assert [name for name, _ in _numbers_of({"model": module})] == ["model.part.rate"]
 
 
 def test_a_rollback_to_where_training_began_undoes_all(make: Any) -> None:
