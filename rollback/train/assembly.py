@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def _checkpoint_side(
     """Collective: what takes and manages checkpoints, and what copies them to the durable ring, unless another process
     does. show: gets what this rank is doing, for its heartbeat."""
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
-    tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
+    open_own_tier = partial(open_tier, paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
+    tier = open_own_tier()
     drainer = start_draining(paths, settings, record, ranks)
     if_refused.callback(end_draining, drainer)
     fast, held = None, run.held
@@ -79,7 +81,7 @@ def _checkpoint_side(
     copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
     manager = CheckpointManager(run, snapshots, catalogue, remote, copies)
     manager.wanted = bool(out_of_reach)
-    return manager, SnapshotSchedule(run, state, manager, tier), drainer
+    return manager, SnapshotSchedule(run, state, manager, tier, open_own_tier), drainer
 
 
 def assemble(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 ReadVariable = Callable[[], Any]
 """Reads a variable of a script."""
 
-_SINGLE, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
+_NUMBERS, _KEYS = frozenset((type(None), bool, int, float)), frozenset((str, int))
+_SINGLE = _NUMBERS | {str}
 _DICTS = dict, OrderedDict, defaultdict, Counter
 _CONTAINERS = frozenset((*_DICTS, list, tuple, set, deque))
 _MADE_BY = None, int, float, str, list, dict, set
@@ -27,7 +28,7 @@ _TYPE, MISSES = "type of", "too much"
 """Keys of such data: what is to be made, and that a value could not be kept."""
 ABSENT = Exception
 """What reading a variable raises that is not there, or that a property makes."""
-MOST_ITEMS = 1000
+_MOST = 1000
 """Items that a value may have, and 16 letters are one: each step's end has a copy of it."""
 _TELLS = frozenset(("avg", "average", "global_avg", "compute", "log_every"))
 """Names under which meters have their mean, or write it."""
@@ -57,10 +58,11 @@ def value_of(read: ReadVariable) -> Any:
         return None
 
 
-def state_of(read: ReadVariable) -> dict[str, Any]:
-    """A value as a checkpoint has it; empty where it cannot be kept, or is not there."""
+def state_of(read: ReadVariable, *, of_graph: bool = False) -> dict[str, Any]:
+    """A value as a checkpoint has it; empty where it cannot be kept, or is not there. of_graph: whether a tensor with a
+    graph is its numbers, as where the graph has gone with the backward of its step."""
     try:
-        return {"value": _encoded(read(), _Budget())}
+        return {"value": _encoded(read(), _Budget(of_graph=of_graph))}
     except ABSENT:
         return {}
 
@@ -108,8 +110,9 @@ class _Lost(_Unkept):
 
 
 class _Budget:
-    def __init__(self) -> None:
-        self._left = MOST_ITEMS
+    def __init__(self, *, of_graph: bool = False) -> None:
+        self.of_graph = of_graph
+        self._left = _MOST
 
     def spend(self, items: int) -> None:
         self._left -= items
@@ -134,17 +137,21 @@ def _encoded(value: Any, budget: _Budget) -> Any:
             raise _Unkept
         return {_TYPE: kind.__name__, "made by": made_by and made_by.__name__, "items": items}
     if kind in (list, tuple):
+        if {*map(type, value)} <= _NUMBERS:
+            return kind(value)
         return kind([_encoded(item, budget) for item in value])
     if kind in (set, deque):
         values = [_encoded(item, budget) for item in value]
         return {_TYPE: kind.__name__, "most": getattr(value, "maxlen", None), "values": values}
     if kind is Tensor:
         budget.spend(value.numel())
-        if value.requires_grad or value.device.type != "cpu" or value.layout is not torch.strided:
+        has_graph = value.requires_grad and not budget.of_graph
+        if has_graph or value.device.type != "cpu" or value.layout is not torch.strided:
             raise _Lost
         if value.is_complex():
             raise _Unkept
-        return {_TYPE: str(value.dtype), "shape": [*value.shape], "values": value.flatten().tolist()}
+        values = value.detach().flatten().tolist() if value.ndim else [value.item()]
+        return {_TYPE: str(value.dtype), "shape": [*value.shape], "values": values}
     if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in "biuf":
         budget.spend(value.size)
         of = "array" if kind is np.ndarray else "number"

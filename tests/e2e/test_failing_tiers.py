@@ -86,13 +86,17 @@ def test_a_fast_tier_that_fails_after_its_slots_were_mapped_is_left_for_the_run_
     require_same(scenarios.portrait("job", 0), undisturbed, fault)
 
 
-@pytest.mark.parametrize("fault", ["full", "its shards removed"])
+@pytest.mark.parametrize("fault", ["full", "its shards removed", "removed"])
 def test_hosts_apart_use_a_fast_tier_that_has_failed_again_once_it_works(
     tmp_path: Path, memory: Path, undisturbed: dict[str, str], fault: str
 ) -> None:
     """They have no other place for checkpoints: that of another host is of no use to them."""
     scenarios, run = Scenarios(tmp_path), tmp_path / "job"
-    fails, works = (fill(memory), f"rm {memory}/filler") if fault == "full" else (f"rm {memory}/*/*/slot-*/rank-*", ":")
+    fails, works = {
+        "full": (fill(memory), f"rm {memory}/filler"),
+        "its shards removed": (f"rm {memory}/*/*/slot-*/rank-*", ":"),
+        "removed": (f"rm -rf {memory}/*", ":"),
+    }[fault]
     toy = TOY.with_settings(fast_tier=str(memory), ring=f"file://{tmp_path}/bucket")
     scenarios.add("job", toy, shell=[0, 17, fails, 0, 38, works])
     scenarios.environment[ENV_APART] = "1"
@@ -104,6 +108,7 @@ def test_hosts_apart_use_a_fast_tier_that_has_failed_again_once_it_works(
     assert [fact.step for fact in committed if fact.step > 38][:2] == [40, 50], output
     assert output.count("the fast tier: it") == 1, "it is said once"
     assert "run directory from now on" not in output
+    assert facts(run, Saving)[-1].slots > 0
     assert (fault == "full") == ("could be written again" in output)
     require_same(scenarios.portrait("job", 0), undisturbed, fault)
 

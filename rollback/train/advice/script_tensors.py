@@ -27,7 +27,7 @@ class ModelCopies:
         own, state = list(model.parameters()), list(model.state_dict().values())
         wholes = own, [p for p in own if p.requires_grad], state
         self._shapes = [[getattr(item, "shape", None) for item in whole] for whole in wholes if whole]
-        self._held = {id(item) for item in (*own, *state)}
+        self._held = {id(item) for item in (*own, *model.buffers())}  # those of the state are for this moment
 
     def has(self, held: Any) -> bool:
         if not any(len(held) == len(shapes) for shapes in self._shapes):

@@ -29,7 +29,7 @@ from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators
 from rollback.train.introspection import instances, is_of_own_file
 from rollback.train.sharded import local_of
-from rollback.train.state.module_buffers import storage_of
+from rollback.train.state.module_buffers import NUMBERS_KEPT, storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
 from rollback.wording import filled
@@ -336,11 +336,12 @@ def _state_of(generator: Any) -> int:
 
 
 def _numbers_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
-    """But for those of modules that hand out more than their tensors."""
+    """But for those of modules that hand out more than their tensors, and those that checkpoints have."""
     for owner, module in modules.items():
         for prefix, part in module.named_modules():
             kind = type(part)
-            if is_of_own_file(kind) and kind.get_extra_state is nn.Module.get_extra_state:
+            hands_out = kind.get_extra_state is not nn.Module.get_extra_state or NUMBERS_KEPT in vars(part)
+            if is_of_own_file(kind) and not hands_out:
                 named = [(name, value) for name, value in vars(part).items() if type(value) in (int, float)]
                 yield from ((".".join(filter(None, (owner, prefix, name))), value) for name, value in named)
 

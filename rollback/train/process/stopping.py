@@ -59,7 +59,7 @@ class StopRequest:
     def give_up(self) -> None:
         """No guard comes about: what this rank has been told meanwhile takes the course that it takes without one."""
         self.withdraw()
-        for number in self._got:
+        for number in sorted(self._got, reverse=True):  # SIGINT, which may raise, behind SIGTERM
             if number == signal.SIGINT or not callable(self._before[number]):  # else that handler has been called
                 signal.raise_signal(number)
 

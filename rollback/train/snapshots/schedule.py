@@ -2,11 +2,11 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RunDirectoryError
 from rollback.facts.training import Paced, Saving
 from rollback.train.comm.beat import Beat
@@ -16,7 +16,7 @@ from rollback.train.run import AttachedRun
 from rollback.train.sharded import version_of
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pace import SnapshotPace
-from rollback.train.snapshots.tier_choice import SWITCHED_OFF, Allotment, allot, usual_capture_mode
+from rollback.train.snapshots.tier_choice import SWITCHED_OFF, Allotment, OpenedTier, allot, usual_capture_mode
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.hooks import before_update, weak_hook
 
@@ -53,11 +53,16 @@ class OptimizerStates:
 class SnapshotSchedule:
     """Methods are collective unless they say otherwise.
 
-    tier: the fast tier's directory, or why there is none.
+    open_tier: makes the fast tier again where it has failed; collective. tier: what it returned first.
     """
 
     def __init__(
-        self, run: AttachedRun, state: TrainingState, checkpoints: CheckpointManager, tier: tuple[SlotPaths | None, str]
+        self,
+        run: AttachedRun,
+        state: TrainingState,
+        checkpoints: CheckpointManager,
+        tier: OpenedTier,
+        open_tier: Callable[[], OpenedTier],
     ) -> None:
         self._settings = settings = run.settings
         self._ranks = run.ranks
@@ -65,7 +70,7 @@ class SnapshotSchedule:
         self._snapshots = checkpoints.snapshots
         self._checkpoints = checkpoints
         self._record = run.record
-        self._tier = tier
+        self._tier, self._open_tier = tier, open_tier
         self._taken_at = self._taken_before_end = run.restored.step if run.restored is not None else None
         self._made_for_end = False
         """Whether the newest checkpoint is one of a possible end, which is removed where training goes on."""
@@ -210,9 +215,12 @@ class SnapshotSchedule:
         failed meanwhile is left alone, but not by hosts apart: a shard in the run directory of one is of no use to the
         others. They try it again.
         """
-        before = self._allotted
-        if before is not None and before.slots and not (self._snapshots.memory.slots or self._ranks.apart):
-            self._tier = None, "the fast tier has failed"
+        before, used = self._allotted, self._snapshots.memory.slots
+        if before is not None and not used:
+            if self._ranks.apart:  # somebody may have removed it
+                self._tier = self._open_tier()
+            elif before.slots:
+                self._tier = None, "the fast tier has failed"
         image = self._state.image()
         needed = self._snapshots.fit_memory(image)
         self._states.look()
@@ -226,13 +234,12 @@ class SnapshotSchedule:
                 hint="give the hosts more memory or another place for it (--fast-tier DIR); or share the run directory",
             )
         self._snapshots.memory.use_slots(allotted.slots)
-        if before is None:  # a death between a commit and the eviction behind it left all slots taken
-            self._checkpoints.evict_surplus()
+        self._checkpoints.evict_surplus()  # all slots may be taken: they are fewer now, or a death came in front of it
         on_device = any(item.is_cuda for item in image.tensors)
         mode, why = usual_capture_mode(on_device, self._ranks)
         if before is None:
             self._snapshots.mode = mode  # later it may be another one: see `Snapshots.advance`
-        if allotted != before:
+        if allotted != before or allotted.slots != used:
             told = before is not None and (self._tier[0] is None or not before.slots)
             wanted = self._tier != (None, SWITCHED_OFF)
             notice = allotted.reason if wanted and not (allotted.slots or told) else None

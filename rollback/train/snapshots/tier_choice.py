@@ -28,7 +28,11 @@ The last is for scripts that change parameters outside of the optimizer's step: 
 """
 
 
-def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> tuple[SlotPaths | None, str]:
+OpenedTier = tuple[SlotPaths | None, str]
+"""A fast tier, or None and why there is none."""
+
+
+def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> OpenedTier:
     """Collective: make the run's fast tier on every host, or find it. None and why, on all ranks, if one host cannot.
 
     Without a base on any rank, that of an earlier attempt is found, if there is one, but none is made.

@@ -37,6 +37,8 @@ NOT_IN_CHECKPOINT = (
 )
 KEPT_ELSEWHERE = "_rollback_keeps_its_tensors"
 """Attribute of a module whose tensors somebody else keeps."""
+NUMBERS_KEPT = "_rollback_keeps_its_numbers"
+"""An attribute of a module whose numbers, in attributes of its own, checkpoints have."""
 _FEW = 1 << 20  # bytes
 _LOOKED_INTO = 1000  # items of a list or mapping among a module's attributes
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from rollback.train.comm.recorder import say
-from rollback.trainers.variable_values import MISSES, MOST_ITEMS, decoded, is_history, put, state_of
+from rollback.train.state.module_buffers import NUMBERS_KEPT
+from rollback.trainers.variable_values import MISSES, decoded, is_history, state_of
 
 _ABSENT = {"absent": True}
 
@@ -20,7 +21,9 @@ class OwnAttributes:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        bare = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")()
+        vars(module)[NUMBERS_KEPT] = True
+        kinds = (kind for kind in type(module).__mro__ if kind.__module__.endswith("core.module"))
+        bare = next(kind for kind in kinds if kind.__name__ == "LightningModule")()
         own = {name: value for name, value in vars(module).items() if name not in vars(bare)}
         self._first = {name: state for name, value in own.items() if (state := _state_at_first(value))}
         self._others = {*vars(bare), *own} - {*self._first}
@@ -43,18 +46,26 @@ class OwnAttributes:
 
     def _put(self, name: str, state: dict[str, Any]) -> None:
         held = vars(self._module)
+        if name in self._others:
+            return  # the script of a resumed run has made an object of it
         if "value" in state:
-            value = decoded(state["value"])
-            if name not in held or put(held[name], value) is not held[name]:
-                held[name] = value
+            match held.get(name), decoded(state["value"]):
+                case list() as present, list() as value:
+                    present[:] = value
+                case dict() as present, dict() as value:
+                    present.clear()
+                    present.update(value)
+                case _, value:  # a tensor is not written to: it may be a view of a buffer
+                    held[name] = value
         elif state == _ABSENT:
             held.pop(name, None)
         elif name not in self._told_of:
             self._told_of.add(name)
             say(
                 f"{type(self._module).__name__}.{name} stays as it is behind a resume and a rollback: checkpoints have "
-                "no attribute of more than 1,000 items, or on a GPU. What is logged of it is not that of the "
-                "undisturbed run. self.log(..., on_epoch=True) and metrics of torchmetrics are kept"
+                "no attribute of more than 1,000 items (a number in a tensor counts as three), or on a GPU. What is "
+                "logged of it is not that of the undisturbed run. self.log(..., on_epoch=True) and metrics of "
+                "torchmetrics are kept"
             )
 
 
@@ -64,18 +75,8 @@ def _state_at_first(value: Any) -> dict[str, Any]:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """Empty: it is an object, or has one in it."""
-    detached = _detached(value)
-    return state_of(lambda: detached) or ({MISSES: True} if isinstance(value, Tensor) or is_history(value) else {})
-
-
-def _detached(value: Any) -> Any:
-    """Its graph went with the backward of its step."""
-    match value:
-        case Tensor():
-            return value.detach()
-        case list() | tuple() if type(value) in (list, tuple):
-            return type(value)(map(_detached, value)) if len(value) <= MOST_ITEMS else value
-        case dict() if type(value) is dict:
-            return {key: _detached(item) for key, item in value.items()} if len(value) <= MOST_ITEMS else value
-    return value
+    """Empty: it is an object, or has one in it; or a tensor of more than may be kept, as what a layer gave out, which
+    each step makes anew."""
+    state = state_of(lambda: value, of_graph=True)
+    adds_up = value.numel() == 1 if isinstance(value, Tensor) else is_history(value)
+    return state or ({MISSES: True} if adds_up else {})

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from rollback.train.advice.unkept_state import _numbers_of
+
 
 @pytest.fixture
 def make() -> Any:
@@ -13,9 +15,14 @@ def make() -> Any:
     lightning = pytest.importorskip("lightning")
     from rollback.trainers.lightning.own_attributes import OwnAttributes
 
-    class Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, rate: float) -> None:
+    class LightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, name: str) -> None:
             super().__init__()
+            self.name = name
+
+    class Net(LightningModule):
+        def __init__(self, rate: float) -> None:
+            super().__init__("net")
             self.save_hyperparameters()
             self.rate, self.losses, self.best = rate, [], {"step": 0}
             self.center = torch.zeros(2)
@@ -48,6 +55,12 @@ def test_what_training_has_changed_is_there_in_a_new_process_and_settings_are_th
     assert again.state_dict().keys() == kept.keys()
 
 
+def test_numbers_that_come_back_are_not_called_unkept(make: Any) -> None:
+    module, _ = make()
+    module.part = type(module)(0.3)
+    assert [name for name, _ in _numbers_of({"model": module})] == ["model.part.rate"]
+
+
 def test_a_rollback_to_where_training_began_undoes_all(make: Any) -> None:
     module, attributes = make()
     losses = module.losses
@@ -69,3 +82,34 @@ def test_what_is_too_much_is_named_once_where_it_is_missed(make: Any, capfd: pyt
         attributes.load_state_dict(kept)
     assert capfd.readouterr().err.count("Net.losses stays as it is") == 1
     assert len(module.losses) == 1001
+
+
+def test_a_tensor_that_may_be_a_view_of_a_buffer_is_not_written_to(make: Any) -> None:
+    module, attributes = make()
+    module.register_buffer("queue", torch.zeros(2, 3))
+    module.row, module.rows = module.queue[0], [module.queue[0]]
+    kept = attributes.state_dict()
+    module.queue[1] = 5
+    module.row, module.rows = module.queue[1], [module.queue[1]]
+    attributes.load_state_dict(kept)
+    assert module.queue.tolist() == [[0, 0, 0], [5, 5, 5]]
+    assert (module.row.tolist(), module.rows[0].tolist()) == ([0, 0, 0], [0, 0, 0])
+
+
+def test_what_the_script_has_as_an_object_now_stays_one(make: Any) -> None:
+    module, attributes = make()
+    module.rate = 0.5
+    kept = attributes.state_dict()
+    other, again = make(rate=print)
+    again.load_state_dict(kept)
+    assert other.rate is print
+
+
+def test_activations_that_a_step_leaves_behind_are_no_history(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    module, attributes = make()
+    module.features = torch.zeros(2000)
+    module.node = {}
+    module.node["parent"] = module.node
+    attributes.load_state_dict(attributes.state_dict())
+    assert attributes.state_dict() == {}
+    assert "stays as it is" not in capfd.readouterr().err

@@ -184,6 +184,22 @@ def test_what_a_guard_was_told_that_does_not_come_about_takes_its_course(number:
     assert os.waitstatus_to_exitcode(status) == (7 if number == signal.SIGINT else -number)
 
 
+def test_an_interrupt_hides_no_other_signal_where_no_guard_comes_about() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop = StopRequest()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            stop.give_up()
+        except KeyboardInterrupt:  # a script may catch that, as at a prompt
+            os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+
+
 def test_a_handler_of_the_script_s_is_called_once_where_no_guard_comes_about() -> None:
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))

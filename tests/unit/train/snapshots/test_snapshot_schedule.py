@@ -9,10 +9,12 @@ from torch import nn
 from toy import SETTINGS, Toy, facts, train
 
 import rollback
-from rollback.facts.training import Committed, Dropped
+from rollback.environment import ENV_APART
+from rollback.facts.training import Committed, Dropped, Saving
 from rollback.train.comm.ranks import Ranks
 from rollback.train.loop import TrainingLoop
 from rollback.train.pass_rehearsal import PassRehearsal
+from rollback.train.snapshots import tier_choice
 from rollback.train.snapshots.buffers import Staging
 from rollback.train.snapshots.schedule import OptimizerStates, SnapshotSchedule
 
@@ -123,3 +125,31 @@ def test_private_memory_is_made_where_there_are_no_slots_and_only_there(
     train(Toy(samples=40).with_settings(fast_tier=str(memory) if in_slots else "off"), tmp_path / "run")
     assert bool(made) is not in_slots
     assert {fact.tier for fact in facts(tmp_path / "run", Committed)} == {"fast" if in_slots else "durable"}
+
+
+def test_hosts_apart_whose_fast_tier_comes_back_smaller_write_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More checkpoints lie there than there are slots now: some have to leave, or no slot is free ever again."""
+    (memory := tmp_path / "memory").mkdir(mode=0o700)
+    monkeypatch.setenv(ENV_APART, "1")
+    run, model = tmp_path / "run", nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    settings = {"fast_tier": str(memory), "ring": f"file://{tmp_path}/bucket", "keep": 7, "snapshot_every": 5}
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=list(torch.randn(120, 4, 4)), run=run, **SETTINGS | settings
+    )
+    failed_at, slots = 0, guard._loop.checkpoints.snapshots.memory.fast_tier
+    for x in guard:
+        guard._loop.checkpoints.snapshots.wait()
+        if guard.step > 50 and not failed_at and (slots.next_slot or 0) >= 4:
+            monkeypatch.setattr(tier_choice, "slots_that_fit", lambda *_: 4)
+            failed_at, slots.fault = guard.step, "no memory"
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(x.mean())
+    guard.close()
+    assert [fact.slots for fact in facts(run, Saving)] == [8, 0, 4]
+    assert len([fact for fact in facts(run, Committed) if fact.step > failed_at]) > 5
+    assert not facts(run, Dropped)

@@ -303,7 +303,7 @@ def test_an_average_of_the_weights_that_is_made_anew_in_each_step_is_told_once(
     average: Any, in_place: bool, told: bool
 ) -> None:
     found: list[str] = []
-    model = torch.nn.Linear(2, 3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(8)))
     progress = ScriptProgress(guard=SimpleNamespace())  # type: ignore[arg-type]
     variables = ScriptVariables(progress, {}, telling(tell_copied=found))
     variables.add("a", "script.py", LoopVariable("a", 1, False, True, in_place, loop=None))  # type: ignore[arg-type]
