@@ -178,8 +178,8 @@ class TrainingState:
         return {memory_of(item) for item in still if item.untyped_storage().data_ptr() not in others}
 
     def places(self) -> Callable[[str], Tensor | None]:
-        """Finds the tensor of the live objects that a checkpoint has by some name, if there is one. For an optimizer's
-        state, which need not be there yet: the parameter whose state it is."""
+        """Finds the tensor of the live objects that a checkpoint has by some name, if there is one. For the state of an
+        optimizer, also of one by a name of its own, which need not be there yet: the parameter whose state it is."""
         objects = {name: item.state_dict() for name, item in self.objects.items()}
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
@@ -187,13 +187,18 @@ class TrainingState:
         tensors: dict[str, Tensor] = {}
         found = {"model": self.model.state_dict(), "objects": objects, "optimizer": {"param_groups": groups}}
         tree.encode(found, "shared", tensors)
-        trained = self.trained
+        trained = {"shared/optimizer/state": self.trained} | {
+            f"shared/objects/{tree.escape(name)}/state": _trained_by(item) for name, item in self.objects.items()
+        }
 
         def find(name: str) -> Tensor | None:
-            match name.split("/"):
-                case ["shared", "optimizer", "state", index, *_] if index.isdecimal() and int(index) < len(trained):
-                    return trained[int(index)]
-            return tensors.get(name)
+            if (present := tensors.get(name)) is not None:
+                return present
+            for owner, parameters in trained.items():
+                index = name.removeprefix(f"{owner}/").split("/")[0]
+                if index.isdecimal() and int(index) < len(parameters):
+                    return parameters[int(index)]
+            return None
 
         return find
 
@@ -209,7 +214,7 @@ class TrainingState:
     @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters that the optimizer trains, in its order."""
-        return [item for group in self.optimizer.param_groups for item in group["params"]]
+        return _trained_by(self.optimizer)
 
     def trained_names(self) -> list[str | None]:
         """Their names in the model's state; None for those of other modules."""
@@ -353,6 +358,11 @@ class TrainingState:
         """Restore the random states of the last `load`, and of the generators that the script has had kept."""
         rng.restore(self._random)
         self.kept.restore_generators()
+
+
+def _trained_by(optimizer: object) -> list[nn.Parameter]:
+    """The parameters of an optimizer, in its order; of another object none."""
+    return [item for group in getattr(optimizer, "param_groups", ()) for item in group["params"]]
 
 
 def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
