@@ -259,7 +259,7 @@ def test_where_each_rank_keeps_a_state_of_its_own_in_plain_tensors_no_checkpoint
     )  # fmt: skip
     assert done.returncode == ExitCode.USAGE, done.stdout
     what = "the plain tensors (parameters that are not sharded, the state of the optimizer and of objects)"
-    assert f"{what} of ranks 0 and 1" in done.stdout
+    assert f"{what} of ranks 0, 1" in done.stdout
     assert "must keep it in DTensors" in done.stdout
     assert {fact.ranks for fact in facts(run, Drifted)} == {(0, 1)}
     assert {fact.step for fact in facts(run, Committed)} == {0}
