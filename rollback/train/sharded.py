@@ -90,6 +90,14 @@ def like_of(model: Any, shape: tuple[int, ...]) -> Tensor:
     return made
 
 
+def is_sharded_alike(item: Any, model: Any) -> bool:
+    """Whether each rank has the same part of two tensors of one shape, of which `item` is sharded."""
+    if not is_sharded(model) or item.device_mesh != model.device_mesh:
+        return False
+    each = zip(item.placements, model.placements, model.device_mesh.shape, strict=True)
+    return all(one == other or ranks == 1 for one, other, ranks in each)
+
+
 def holders_of(item: Any) -> tuple[int, ...]:
     """The ranks of a sharded tensor's mesh that have the same part as this one, this one included, in order. They are
     the same on each of these ranks."""

@@ -116,7 +116,7 @@ def test_a_flipped_bit_in_a_replica_of_a_sharded_model_is_found(
     (row,) = drilled_sharded(tmp_path, monkeypatch, 2, "weight-bit")
     assert (row["passed"], row["skipped"]) == (True, False)
     assert "is flipped" in row["struck"]
-    assert "ranks 0 and 1" in row["caught"]
+    assert "ranks 0, 1" in row["caught"]
     assert "no checkpoint has it" in row["recovered"]
 
 

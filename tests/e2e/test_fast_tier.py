@@ -306,7 +306,7 @@ def test_an_average_of_the_weights_that_begins_to_differ_between_ranks_is_in_no_
         timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert (
-        "the tensors of the optimizer or of named objects (an average of the weights, for instance) of ranks 0 and 1"
+        "the tensors of the optimizer or of named objects (an average of the weights, for instance) of ranks 0, 1"
         in done.stdout
     )
     drifted = facts(run, Drifted)

@@ -233,12 +233,14 @@ def test_parameters_and_optimizer_are_the_same_on_other_numbers_of_ranks(
 OWN_OPTIMIZER = Path(__file__).parent / "jobs" / "own_optimizer.py"
 
 
-def test_what_an_optimizer_keeps_for_each_row_of_a_sharded_weight_is_kept(tmp_path: Path) -> None:
-    """It has another shape than the weight, and is sharded as that is."""
+@pytest.mark.parametrize("kind", ["by rows", "two optimizers", "late average"])
+def test_what_is_kept_beside_a_sharded_weight_comes_back(tmp_path: Path, kind: str) -> None:
+    """By rows it has another shape than the weight, and is sharded as that is. A new process does not have it yet, when
+    it restores: neither what a second optimizer keeps, nor an average that begins late."""
     for name, killed_at in (("undisturbed", -1), ("killed", 10)):
         run, out = str(tmp_path / f"run-{name}"), str(tmp_path / name)
         run_warm(
-            [*LAUNCH, "--nproc", "2", "--run", run, str(OWN_OPTIMIZER), "by rows", out, str(killed_at)],
+            [*LAUNCH, "--nproc", "2", "--run", run, str(OWN_OPTIMIZER), kind, out, str(killed_at)],
             timeout=180,
             check=True,
         )
@@ -257,7 +259,7 @@ def test_where_each_rank_keeps_a_state_of_its_own_in_plain_tensors_no_checkpoint
     )  # fmt: skip
     assert done.returncode == ExitCode.USAGE, done.stdout
     what = "the plain tensors (parameters that are not sharded, the state of the optimizer and of objects)"
-    assert f"{what} of ranks 0 and 1" in done.stdout
+    assert f"{what} of ranks 0, 1" in done.stdout
     assert "must keep it in DTensors" in done.stdout
     assert {fact.ranks for fact in facts(run, Drifted)} == {(0, 1)}
     assert {fact.step for fact in facts(run, Committed)} == {0}

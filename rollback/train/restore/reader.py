@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.contents import Stored, parts_by_name, require_keys
@@ -32,6 +32,7 @@ from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data import rng
+from rollback.train.restore.made_later import like_parameters
 from rollback.train.restore.reads import fitting, fresh, reading, threads_of
 from rollback.train.sharded import holders_of, is_sharded, like_of, local_of, part_of, sharded_like
 from rollback.train.snapshots.frozen import FrozenInCheckpoint
@@ -102,10 +103,12 @@ class AllShards:
             return reads.want(shard, key, target_of(key, (entry.dtype, entry.shape)))
 
         def sharded(key: str) -> Tensor:
-            if (like := find(key)) is None:
-                raise CheckpointDamaged(f"the checkpoint has the sharded tensor {key!r}; this job has no such tensor")
             stored = self._parts[key]
-            return part(key, like_of(like, stored[0][0].shape), stored)
+            shape = stored[0][0].shape
+            if (like := find(key)) is None:
+                as_many = len(self.shards) == ranks.world_size
+                like = like_parameters(key, shape, state, [it for it, _ in stored] if as_many else None)
+            return part(key, like_of(like, shape), stored)
 
         with reading(ranks) as reads:
             shared, local = self._decode(plain, sharded, lambda key: self.frozen.take(key, plain))
@@ -215,7 +218,7 @@ class OwnShard:
         live, find = ranks.agreed(lambda: (state.live_tensors(), state.places()))
         target_of = targets(live, find)
         there = self._meet_holders(find, ranks)
-        likes, routes = ranks.agreed(partial(self._find_parts, there, find, ranks.rank))
+        likes, routes = ranks.agreed(partial(self._find_parts, there, find, state, ranks.rank))
         own = {key for key in self._wanted if self._owner[key] == ranks.rank}
         own |= {key for key, like in likes.items() if self._parts.get(key) == part_of(like, key)}
         read: dict[str, Tensor] = {}
@@ -266,7 +269,11 @@ class OwnShard:
         return there
 
     def _find_parts(
-        self, there: Mapping[int, Mapping[str, _Stored]], find: Callable[[str], Tensor | None], own: int
+        self,
+        there: Mapping[int, Mapping[str, _Stored]],
+        find: Callable[[str], Tensor | None],
+        state: TrainingState,
+        own: int,
     ) -> tuple[dict[str, Tensor], dict[tuple[int, int], dict[str, TensorKind]]]:
         """What each part is like; and what goes from one rank to another, from or to this one: the kinds, by the two.
         Of the ranks that have a part the first one sends it. Raises CheckpointDamaged."""
@@ -275,8 +282,10 @@ class OwnShard:
         for key in self._wanted_parts:
             like, having = None, list[int]()
             same: tuple[int, ...] = (own,)
-            if (beside := find(key)) is not None and (told := [it[key] for it in there.values() if key in it]):
+            if told := [it[key] for it in there.values() if key in it]:
                 dtype, shape = told[0][:2]
+                beside = find(key)
+                beside = like_parameters(key, tuple(shape), state) if beside is None else beside
                 like = like_of(beside, tuple(shape))
                 same = holders_of(like) if is_sharded(like) else same
                 part = part_of(like, key)
@@ -329,15 +338,17 @@ def targets(
 ) -> Callable[[str, TensorKind], Tensor | None]:
     """What a stored tensor of some name and kind is read into: the live one, if there is one.
 
-    Of what another object keeps, or a parameter group, a new one on the device of its own: who gets it may keep it.
-    None: a new one in the host's memory.
+    Of what another object keeps, or a parameter group, a new one on the device of its own: who gets it may keep it. An
+    optimizer puts what it gets where it wants it. None: a new one in the host's memory.
     """
 
     def target(key: str, kind: TensorKind) -> Tensor | None:
         if (present := live.get(key)) is not None or key.startswith(STILL):
             return present
         own = find(key)
-        return None if own is None or own.is_cpu or is_sharded(own) else fresh(kind, own.device)
+        if own is None or own.is_cpu or is_sharded(own) or isinstance(own, nn.Parameter):
+            return None
+        return fresh(kind, own.device)
 
     return target
 

@@ -28,15 +28,21 @@ REPLICAS_DIFFER = (
     "same number (in Lightning: sync_dist=True). An optimizer or object of your own that keeps something for each "
     "rank's part of a sharded parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them",
 )
+_OWN = (
+    "Where each rank has layers or parts of its own (a pipeline, experts, tensor parallelism behind DDP), the guard "
+    "cannot keep them: shard the model with torch.distributed.fsdp.fully_shard (FSDP2), alone or over tensor "
+    "parallelism"
+)
 NEVER_ALIKE = (
     "no checkpoint can be taken of that, and it seems to be how the script trains. Where nothing averages gradients, "
     "each rank trains a model of its own: wrap the model in DistributedDataParallel, or average them in front of "
     "optimizer.step(), for what the optimizer keeps must be alike, too; models that are to differ are jobs of their "
     "own, each of one rank. An optimizer or object of your own that keeps something for each rank's part of a sharded "
-    "parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them. If it is neither, suspect a rank's "
-    "machine"
+    f"parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them. {_OWN}. If it is none of these, "
+    "suspect a rank's machine"
 )
 """The hint, where the ranks have never made an update alike."""
+_OPTIMIZER_STATE = STILL[1]
 _OF_OPTIMIZER, _OF_OBJECTS = 3, 16  # tensors that are compared with a snapshot: of Adam's, one moment at least
 _OF_EACH = 1 << 18  # bytes of each
 BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly
@@ -46,9 +52,12 @@ _MASK = (1 << BITS) - 1
 def require_alike(image: Image, ranks: Ranks) -> None:
     """Collective: raise UsageError on all ranks unless all have tensors of the same names, types and shapes, and of the
     same values but for model and optimizer, which `Capture.digest` compares. Of what is shared each rank stores a part,
-    and which part follows from these."""
+    and which part follows from these. So it is with the sharded tensors of model and objects, whose shapes are those of
+    the whole: rank 0 alone stores which ones there are. (An optimizer may leave out parts without an element.)"""
     shared = image.shared_tensors
-    kinds = {name: [tree.DTYPE_CODE[item.dtype], [*item.shape]] for name, item in shared.items()}
+    sharded = {name: item for name, item in image.sharded.items() if not name.startswith(_OPTIMIZER_STATE)}
+    everywhere = {**shared, **sharded}
+    kinds = {name: [tree.DTYPE_CODE[item.dtype], [*item.shape]] for name, item in everywhere.items()}
     fault = None
     if len({*ranks.from_each(xxhash.xxh3_64_hexdigest(json.dumps(kinds, sort_keys=True).encode()))}) > 1:
         of_first = ranks.from_first(kinds)
@@ -69,7 +78,8 @@ def require_alike(image: Image, ranks: Ranks) -> None:
         raise UsageError(
             f"model, optimizer and named objects count as the same on all ranks, and they are not: {fault}",
             hint="let an object's state_dict() give what is the same everywhere; parts of sharded tensors as DTensors. "
-            "For an average of the weights seed all ranks alike, or make it behind DDP, which hands out rank 0's",
+            "For an average of the weights seed all ranks alike, or make it behind DDP, which hands out rank 0's. "
+            f"{_OWN}",
         )
 
 

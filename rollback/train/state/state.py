@@ -13,7 +13,7 @@ from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
-from rollback.train.sharded import FsdpModules, is_sharded, local_of
+from rollback.train.sharded import FsdpModules, is_sharded, is_sharded_alike, local_of
 from rollback.train.state import module_buffers, tree
 from rollback.train.state.ddp_broadcasts import DdpBroadcasts
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_gpu, take_parts, tensor_in_words
@@ -140,6 +140,7 @@ class TrainingState:
         }
         shared = tree.encode({**self.large_shared(model), **self.small_shared(objects)}, "shared", shared_tensors)
         parts, sharded = take_parts(shared_tensors, local_tensors)
+        self._require_sharded_alike(sharded)
         still = self._frozen_memory()
         frozen = frozenset(
             name for name, item in shared_tensors.items() if name.startswith(PARAMETERS) and memory_of(item) in still
@@ -178,8 +179,8 @@ class TrainingState:
         return {memory_of(item) for item in still if item.untyped_storage().data_ptr() not in others}
 
     def places(self) -> Callable[[str], Tensor | None]:
-        """Finds the tensor of the live objects that a checkpoint has by some name, if there is one. For an optimizer's
-        state, which need not be there yet: the parameter whose state it is."""
+        """Finds the tensor of the live objects that a checkpoint has by some name, if there is one. For the state of an
+        optimizer, also of one by a name of its own, which need not be there yet: the parameter whose state it is."""
         objects = {name: item.state_dict() for name, item in self.objects.items()}
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
@@ -187,15 +188,41 @@ class TrainingState:
         tensors: dict[str, Tensor] = {}
         found = {"model": self.model.state_dict(), "objects": objects, "optimizer": {"param_groups": groups}}
         tree.encode(found, "shared", tensors)
-        trained = self.trained
+        of_state = self._parameters_of_states()
 
         def find(name: str) -> Tensor | None:
-            match name.split("/"):
-                case ["shared", "optimizer", "state", index, *_] if index.isdecimal() and int(index) < len(trained):
-                    return trained[int(index)]
-            return tensors.get(name)
+            return present if (present := tensors.get(name)) is not None else of_state(name)
 
         return find
+
+    def _parameters_of_states(self) -> Callable[[str], nn.Parameter | None]:
+        """Finds the parameter whose state in an optimizer a checkpoint has by some name."""
+        trained = {"shared/optimizer/state": self.trained} | {
+            f"shared/objects/{tree.escape(name)}/state": _trained_by(item) for name, item in self.objects.items()
+        }
+
+        def find(name: str) -> nn.Parameter | None:
+            for owner, parameters in trained.items():
+                index = name.removeprefix(f"{owner}/").split("/")[0]
+                if index.isdecimal() and int(index) < len(parameters):
+                    return parameters[int(index)]
+            return None
+
+        return find
+
+    def _require_sharded_alike(self, sharded: Mapping[str, Tensor]) -> None:
+        """Raise UsageError where an optimizer keeps what has its parameter's shape, and is sharded otherwise: it would
+        come back as the parameter is."""
+        of_state = self._parameters_of_states()
+        for name, item in sharded.items():
+            parameter = of_state(name)
+            if parameter is not None and item.shape == parameter.shape and not is_sharded_alike(item, parameter):
+                raise UsageError(
+                    f"{self._in_words(name)} has the shape of its parameter and is sharded otherwise "
+                    f"({item.placements}): a resume would shard it as the parameter is",  # type: ignore[attr-defined]
+                    hint="let the optimizer keep it as torch.zeros_like(parameter) makes it, and redistribute that in "
+                    "its step",
+                )
 
     def _kept_buffers(self) -> list[Tensor]:
         found = (item for module in self.modules.values() for item in module.buffers())
@@ -209,7 +236,7 @@ class TrainingState:
     @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters that the optimizer trains, in its order."""
-        return [item for group in self.optimizer.param_groups for item in group["params"]]
+        return _trained_by(self.optimizer)
 
     def trained_names(self) -> list[str | None]:
         """Their names in the model's state; None for those of other modules."""
@@ -353,6 +380,11 @@ class TrainingState:
         """Restore the random states of the last `load`, and of the generators that the script has had kept."""
         rng.restore(self._random)
         self.kept.restore_generators()
+
+
+def _trained_by(optimizer: object) -> list[nn.Parameter]:
+    """The parameters of an optimizer, in its order; of another object none."""
+    return [item for group in getattr(optimizer, "param_groups", ()) for item in group["params"]]
 
 
 def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:

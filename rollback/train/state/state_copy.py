@@ -61,7 +61,9 @@ class StateCopy:
             if present is not None and (present.shape, present.dtype) == (held.shape, held.dtype):
                 return present.copy_(held)
             own = None if name.startswith(STILL) else find(name)  # as `restore.reader.targets`
-            return held.clone() if own is None else held.to(local_of(own).device, copy=True)
+            if own is None or isinstance(own, nn.Parameter):
+                return held.clone()
+            return held.to(local_of(own).device, copy=True)
 
         def sharded(name: str) -> Tensor:
             found = find(name)

@@ -1,12 +1,14 @@
 """FSDP2 with an optimizer of the user's own: by rows, it keeps one number for each row of a weight; by parts, each rank
-keeps the state of its own part in a plain tensor. Or with an average of each rank's own parts. Rank 1 of the first
-attempt kills itself at a step, if told to; each rank writes the final parameters."""
+keeps the state of its own part in a plain tensor. Or with an average of each rank's own parts, or one of the weights
+that begins late; or with two optimizers. Rank 1 of the first attempt kills itself at a step, if told to; each rank
+writes the final parameters, and the late average."""
 
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +61,26 @@ class AverageOfParts:
             part.copy_(stored)
 
 
+class LateAverage:
+    """Of sharded weights, from the third update on: before that it has no tensors."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self.weights: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for name, parameter in model.named_parameters() if self.updates > 2 else ():
+            self.weights.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "weights": dict(self.weights)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates, self.weights = state["updates"], dict(state["weights"])
+
+
 def main(kind: str, out: Path, killed_at: int) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -66,19 +88,28 @@ def main(kind: str, out: Path, killed_at: int) -> None:
     rows = 5 if kind in ("by rows", "average of uneven parts") else 4
     model = nn.Sequential(nn.Linear(8, rows), nn.Tanh(), nn.Linear(rows, 8))
     fully_shard(model)
-    average = {"average": AverageOfParts(model)} if kind.startswith("average") else {}
+    average: dict[str, Any] = {"average": AverageOfParts(model)} if kind.startswith("average") else {}
+    if kind == "late average":
+        average = {"average": LateAverage()}
     optimizer = {"by rows": ByRows}.get(kind, ByParts)(list(model.parameters()))
     if average:
         optimizer = torch.optim.AdamW(model.parameters())
+    second = {}
+    if kind == "two optimizers":
+        optimizer, second = (
+            torch.optim.AdamW(model[0].parameters()),
+            {"second": torch.optim.AdamW(model[2].parameters())},
+        )
     data = torch.randn(12, 4, 8)[:, rank * 4 // ranks : (rank + 1) * 4 // ranks]
     guard = rollback.Guard(
-        model=model, optimizer=optimizer, loader=list(data), max_steps=12, snapshot_every=3, **average
+        model=model, optimizer=optimizer, loader=list(data), max_steps=12, snapshot_every=3, **average, **second
     )
     for batch in guard:
         loss = (model(batch) - batch).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for each in (*second.values(), optimizer):
+            each.step()
+            each.zero_grad()
         for each in average.values():
             each.update(model)
         guard.observe(loss)
@@ -87,7 +118,8 @@ def main(kind: str, out: Path, killed_at: int) -> None:
             out.mkdir()
             os.kill(os.getpid(), signal.SIGKILL)
     out.mkdir(exist_ok=True)
-    torch.save([parameter.full_tensor().detach() for parameter in model.parameters()], out / f"{rank}.pt")
+    late = [*average["average"].weights.values()] if kind == "late average" else []
+    torch.save([tensor.full_tensor().detach() for tensor in (*model.parameters(), *late)], out / f"{rank}.pt")
     dist.destroy_process_group()
 
 

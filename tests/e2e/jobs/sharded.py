@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import rollback
@@ -39,12 +39,20 @@ def buffer(model: nn.Sequential) -> None:
     model[1].register_buffer("level", DTensor.from_local(torch.randn(8), MESH, [Shard(0)]))
 
 
-for shard in (first, engine, summands, buffer):
+def stages(model: nn.Sequential) -> None:
+    """A layer of its own on each rank, sharded over that rank alone, as a pipeline's stage is over its ranks."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "shards"))["shards"]
+    model.add_module(f"of_{dist.get_rank()}", fully_shard(nn.Linear(2, 2), mesh=mesh))
+
+
+for shard in (first, engine, summands, buffer, stages):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        rollback.Guard(model=model, optimizer=optimizer, loader=[torch.randn(2, 8)])
+        rollback.Guard(
+            model=model, optimizer=optimizer, loader=[torch.randn(2, 8)], run=f"runs/{shard.__name__}"
+        ).close()
     except UsageError as error:
         print(f"rank {dist.get_rank()}, {shard.__name__}: {error.message}\n", end="", flush=True)
 dist.destroy_process_group()

@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rollback.checkpoints.format.layout import header_space_for, lay_out
 from rollback.checkpoints.format.parts import Box, Part, cover, whole
+from rollback.errors import UsageError
 from rollback.sentinel import Sentinel
 from rollback.system.region import Region
 from rollback.train.comm.ranks import Ranks
@@ -400,3 +401,23 @@ def test_an_evaluation_behind_which_parameters_are_whole_does_not_change_which_o
         state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
         model.weight.grad = torch.zeros_like(model.weight)
         assert state.switches.state_dict()["without"] == ["bias"]
+
+
+@pytest.mark.parametrize("by", ["optimizer", "object"])
+def test_what_an_optimizer_keeps_in_a_parameter_s_shape_is_sharded_as_that_is_or_refused(by: str) -> None:
+    """A resume would shard it as the parameter is, and whoever asked for this rank's part would get another one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = nn.Linear(4, 2, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        first, second = torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())
+        state = TrainingState(model, first, {"second": second}, cursor_for([1]), Sentinel("normal"))
+        weight: Any = model.weight
+        kept = (first if by == "optimizer" else second).state[weight]
+        kept["momentum"] = torch.zeros_like(weight)
+        assert len(state.image().parts) == 2
+        kept["momentum"] = DTensor.from_local(torch.zeros(2, 4), weight.device_mesh, [Replicate()], run_check=False)
+        with pytest.raises(UsageError, match="has the shape of its parameter and is sharded otherwise"):
+            state.image()
+    finally:
+        dist.destroy_process_group()

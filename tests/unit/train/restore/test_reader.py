@@ -124,15 +124,14 @@ def test_what_an_object_keeps_is_read_to_the_device_of_its_own() -> None:
     live = {"shared/model/weight": torch.ones(2)}
     there = torch.empty(3, device="meta")
     found = dict.fromkeys(("shared/objects/average/0", "shared/optimizer/param_groups/0/lr"), there)
-    target_of = targets(
-        live, {**found, "shared/optimizer/state/0/step": there, "shared/objects/other": torch.ones(3)}.get
-    )
+    own = {"shared/optimizer/state/0/step": there, "shared/objects/second/state/0/step": nn.Parameter(there)}
+    target_of = targets(live, {**found, **own, "shared/objects/other": torch.ones(3)}.get)
     assert target_of("shared/model/weight", ("F32", (2,))) is live["shared/model/weight"]
     for name in found:
         made = target_of(name, ("F32", (5,)))
         assert made is not None
         assert (made.device, made.shape) == (there.device, (5,))
-    for name in ("shared/optimizer/state/0/step", "shared/objects/other", "local/kept/seen"):
+    for name in (*own, "shared/objects/other", "local/kept/seen"):
         assert target_of(name, ("F32", (3,))) is None, "an optimizer puts its own in place, and the host's is the rule"
 
 
