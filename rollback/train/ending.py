@@ -179,7 +179,10 @@ class TrainingEnd:
         if end.checkpoint is not None or not self._keeps:
             notice = None
             if self._before is not None and (self._before.step, self._before.checkpoint) == (step, end.checkpoint):
-                notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
+                notice = (
+                    f"nothing was left to train behind step {step}; ask for more steps or epochs to go on, or name "
+                    "another run directory for another training"
+                )
             elif self.max_steps is not None and 0 < step < self.max_steps:
                 notice = f"training ends at step {step}, by {end.by}, and not by {self.by_max_steps}"
             elif not step and batch and not end.left_over:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from rollback.checkpoints.format.manifest import Manifest
@@ -15,8 +16,8 @@ from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 
-_processes: set[int] = set()
-"""Those in which a guard has attached to a run: this one, and any that it was forked from."""
+_attached: set[tuple[int, Path]] = set()
+"""Processes in which a guard has attached to a run, and its directory: this one, and any that it was forked from."""
 
 
 def supervised() -> bool:
@@ -30,12 +31,17 @@ def require_first(paths: RunPaths) -> None:
     A launch has one run directory. A second guard would take the first one's checkpoints for its own: it would put the
     first training's weights into its model, and train nothing.
     """
-    if os.getpid() in _processes:
+    if any(process == os.getpid() for process, _ in _attached):
         raise UsageError(
             f"a second guard in one job: {paths.root} is the run directory of the first one's training",
             hint="make one guard, in front of all loops (while, folds, seeds). For several trainings, call "
             "`rollback launch --run DIR` once for each",
         )
+
+
+def has_been_here(paths: RunPaths) -> bool:
+    """Whether a guard of this very process has attached to this run before."""
+    return (os.getpid(), paths.root) in _attached
 
 
 class CheckpointAtStart(NamedTuple):
@@ -78,7 +84,7 @@ class AttachedRun:
     _left: bool = False
 
     def __post_init__(self) -> None:
-        _processes.add(self._process)
+        _attached.add((self._process, self.paths.root))
 
     def leave(self) -> bool:
         """Whether this rank leaves the run now. True once, and only in the process that attached.

@@ -1,6 +1,7 @@
 """A Trainer of a library under guard: methods of its objects, in whose place ours stand; what all of them refuse."""
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
@@ -8,6 +9,7 @@ from typing import Any, ClassVar
 from rollback.errors import RollbackError, UsageError
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
+from rollback.train.run import has_been_here, supervised
 from rollback.train.start import attach
 from rollback.wording import Calls
 
@@ -54,7 +56,8 @@ class GuardedTrainer(ABC):
         if hasattr(self, "guard"):
             raise UsageError(
                 f"trainer.{self.entry}() a second time: rollback.protect guards one training",
-                hint="train with another Trainer in a launch of its own: rollback launch --run DIR",
+                hint="train with another Trainer, and in a run directory of its own: by a launch for each training "
+                '(rollback launch --run DIR), or without launch by rollback.protect(trainer, run="runs/second")',
             )
 
     def _leave_aside(self, saved: object, given: str, is_of_this_run: bool, to_begin_with_it: str) -> None:
@@ -91,12 +94,24 @@ class GuardedTrainer(ABC):
 
 def made_guard(settings: dict[str, Any], /, **objects: Any) -> Guard:
     """A guard of a library's objects, and of what `rollback.protect` was given besides. Raises UsageError where that
-    has the name of one of them; what `Guard` raises besides."""
+    has the name of one of them; what `Guard` raises besides.
+
+    Scripts make a Trainer for each fold or seed. In one run directory the second one is given the weights of the first,
+    and trains only what it has more steps. In a notebook that may be wanted: so it is said.
+    """
     if twice := sorted(objects.keys() & settings.keys()):
         raise UsageError(
             f"rollback.protect got {twice[0]}=, a name that the guard has for what protect finds by itself",
             hint="leave it out: a Trainer has it, and what accelerator.prepare() has returned is handed over without a "
             "name. An object of your own goes by another name",
+        )
+    paths = attach.run_paths(settings.get("run"))
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and not supervised() and has_been_here(paths):  # under a supervisor it is refused
+        say(
+            f"this process has trained in {paths.root} before: what is trained now goes on with that run, with its "
+            "weights and at its place, and is no new training. For another one (a fold, a seed, a trial) name another "
+            'run directory: rollback.protect(..., run="runs/fold-2")'
         )
     return Guard(**objects, **settings)
 

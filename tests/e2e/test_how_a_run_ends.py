@@ -93,7 +93,8 @@ def test_the_state_at_the_end_is_kept_and_the_same_script_has_nothing_left_to_do
     assert facts(run, Attached)[-1].checkpoint == newest.checkpoint
     assert facts(run, Finished)[-1] == finished
     assert facts(run, Committed)[-1] == newest
-    assert "nothing was left to train" in capsys.readouterr().err
+    assert "nothing was left to train behind step" in (said := capsys.readouterr().err)
+    assert "another run directory for another training" in said
     require_same(weights(again), weights(train(toy, tmp_path / "once more")), kind)
 
 

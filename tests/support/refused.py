@@ -39,13 +39,14 @@ def require_refused(answer: dict[str, Any], met: str, instead: str) -> None:
     assert instead in hint
 
 
-def require_one_message(script: Path, case: str, folder: Path) -> None:
-    """The case under `rollback launch`."""
+def require_one_message(script: Path, case: str, folder: Path, ranks: int = 1) -> str:
+    """The case under `rollback launch`. Returns what is printed."""
     done = run_warm(
-        [*LAUNCH, "--nproc", "1", "--run", "run", str(script), case], cwd=folder, env=environment(),
+        [*LAUNCH, "--nproc", str(ranks), "--run", "run", str(script), case], cwd=folder, env=environment(),
         timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == ExitCode.USAGE, done.stdout
     assert done.stdout.count("rollback: error:") == 1, done.stdout
     assert "Traceback" not in done.stdout
     assert not (folder / "run").exists()
+    return str(done.stdout)

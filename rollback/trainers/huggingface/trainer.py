@@ -31,7 +31,9 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from rollback.errors import UsageError
+from rollback.train.sharded import is_sharded
 from rollback.train.start import attach
+from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_trainer import GuardedTrainer, refusing, replaced, require_none_of
 from rollback.trainers.huggingface.saves import FolderSaves
@@ -71,6 +73,26 @@ def _require_known(trainer: Any) -> None:
     ))  # fmt: skip
     require_known_ranks(trainer.accelerator)
     require_completions_of_one_update(trainer)
+
+
+def _require_averaged(trainer: Any) -> None:
+    """Raises UsageError, on all ranks, where nothing averages the gradients of several ranks: an evaluation in front of
+    the training has prepared the model, without DistributedDataParallel, and Accelerate prepares no model twice."""
+    model, accelerator = trainer.model, trainer.accelerator
+    if (
+        accelerator.num_processes > 1
+        and accelerator.distributed_type.name.startswith("MULTI_")
+        and getattr(model, "_is_accelerate_prepared", False)
+        and ddp_inside(trainer.model_wrapped) is None
+        and not any(map(is_sharded, model.parameters()))
+    ):
+        raise UsageError(
+            f"each of the {accelerator.num_processes} ranks would train a model of its own, also without rollback: "
+            "trainer.evaluate() or predict() in front of trainer.train() has left the model out of "
+            "DistributedDataParallel, as this version of accelerate does",
+            hint="take that evaluation out, or put it behind trainer.train(). TrainingArguments(eval_on_start=True) "
+            "evaluates in front of the first step; so does a Trainer of its own, with a copy of the model",
+        )
 
 
 class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
@@ -161,6 +183,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         prepared = self._originals["_prepare_for_training"](max_steps, loader, *given, **others)
         with refusing():
             require_known_loader(loader)
+            _require_averaged(trainer)
             self._settings = {**reference_models(trainer), **self._settings}
             self._begin(
                 "max_steps={}" if trainer.args.max_steps > 0 else "the Trainer's {} steps",

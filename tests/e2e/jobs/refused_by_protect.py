@@ -148,6 +148,25 @@ def with_own_loop(kind: type[Trainer]) -> None:
     rollback.protect(made).train()
 
 
+class Learner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.inner(x).square().mean()}
+
+
+def evaluated_before() -> None:
+    """On two ranks. The model is left out of DistributedDataParallel then, but by the oldest versions."""
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none", save_strategy="no")
+    made = Trainer(Learner(), args, lambda rows: {"x": torch.stack([x for (x,) in rows])}, DATA, DATA)
+    rollback.protect(made)
+    made.evaluate()
+    made.train()
+    print("the end")
+
+
 def twice() -> None:
     rollback.protect(protected())
 
@@ -206,6 +225,7 @@ CASES: dict[str, Callable[[], object]] = {
     "behind train": behind_train,
     "a loop of its own": lambda: with_own_loop(OwnLoop),
     "a loop and steps of its own": lambda: with_own_loop(OwnSteps),
+    "evaluated before": evaluated_before,
     "twice": twice,
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
     "what the Trainer has by its name": lambda: rollback.protect(trainer(), max_steps=4).train(),

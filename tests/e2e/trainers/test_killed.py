@@ -87,7 +87,8 @@ def test_a_stopped_training_that_is_asked_for_more_has_the_end_of_its_epoch_once
     scenarios.python()
     logged = scenarios.portrait("stopped", 0)
     scenarios.add("stopped", stopped.but(epochs=3))
-    scenarios.python()
+    said = scenarios.python()
+    assert said.count("goes on with that run") == 1, "the second of two trainings of this process"
     ended = scenarios.portrait("stopped", 0)
     first = [name for name in logged if name.startswith(("/logs/0/", "/logs/1/"))]
     assert {name: ended[name] for name in first} == {name: logged[name] for name in first}

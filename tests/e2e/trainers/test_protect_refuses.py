@@ -1,5 +1,6 @@
 """What `rollback.protect` refuses: the exit code, what is said, what to do instead; and nothing is left behind."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,11 @@ def test_nothing_is_left_behind(answers: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", ["resume_from_checkpoint"])
 def test_under_launch_it_is_one_message_and_exit_code_2(tmp_path: Path, case: str) -> None:
     require_one_message(SCRIPT, case, tmp_path)
+
+
+@pytest.mark.skipif(version("accelerate").startswith("1.3."), reason="it wraps an evaluated model as any other")
+def test_ranks_that_an_evaluation_has_left_without_ddp_are_refused_before_a_step(tmp_path: Path) -> None:
+    said = require_one_message(SCRIPT, "evaluated before", tmp_path, ranks=2)
+    assert "each of the 2 ranks would train a model of its own" in said
+    assert "eval_on_start=True" in said
+    assert "the end" not in said

@@ -469,7 +469,7 @@ def test_a_guard_without_a_thread_that_it_needs_is_refused_in_words(
     with monkeypatch.context() as at_the_limit:
         if name == "lifeline":
             at_the_limit.setenv(ENV_SUPERVISOR, "1:0.0")
-            at_the_limit.setattr("rollback.train.run._processes", set())
+            at_the_limit.setattr("rollback.train.run._attached", set())
         at_the_limit.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RollbackError, match=rf"starting a thread .rollback-{name}.: can't .*\n.*ulimit -u"):
             guard(tmp_path / "run", fast_tier=str(tmp_path / "memory"))
