@@ -4,6 +4,9 @@ A terminal may be held with Ctrl-S, a pipe may have a slow reader, a pty may be 
 that none of these reaches the thread that empties the ranks' pipes, and through them the ranks.
 """
 
+import os
+import select
+import sys
 import threading
 import time
 from collections import deque
@@ -54,6 +57,9 @@ class Screen:
             self._over = True
             self._changed.notify()
         self._thread.join(_LAST_CHANCE)
+        if self._thread.is_alive() and not _takes_more(2):
+            # Who said a last word would wait for as long as nobody reads, and no signal would end that.
+            sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
 
     def _put(self, stream: Stream, data: bytes) -> None:
         with self._changed:
@@ -109,3 +115,10 @@ class Screen:
 
     def _last(self) -> None:
         """Called by the screen's thread when everything is written."""
+
+
+def _takes_more(descriptor: int) -> bool:
+    """Whether a few words written there would not be waited for."""
+    stream = select.poll()
+    stream.register(descriptor, select.POLLOUT)
+    return bool(stream.poll(0))

@@ -30,7 +30,7 @@ class RingInRun:
 
     @property
     def place(self) -> str:
-        return str(self._paths.ring.absolute())
+        return self._paths.place_of_ring(self._paths.ring.name)
 
     def open(self) -> None:
         """Remove half-written checkpoints of an earlier drainer."""

@@ -78,6 +78,8 @@ def next_to_drain(now: Situation, pace: DrainPace, clock: float) -> str | None:
     open_ = [name for name in present if name not in now.drained and name not in now.lost]
     if now.ending and open_ and open_[-1] == present[-1]:
         return open_[-1]
+    if now.ending and (final := _final_off_record(now)) is not None:
+        return final
     if (pinned := next((name for name in open_ if name in now.pinned), None)) is not None:
         return pinned
     drained = [name for name in present if name in now.drained]
@@ -87,6 +89,14 @@ def next_to_drain(now: Situation, pace: DrainPace, clock: float) -> str | None:
     if now.ending or not drained or _is_due(newest, drained[-1], now.last, pace, clock):
         return newest
     return None
+
+
+def _final_off_record(now: Situation) -> str | None:
+    """The final state, if it is to be copied and no line says that it was committed: a full disk has lost the line, and
+    a start found the checkpoint in memory with nothing left to train."""
+    final = now.history.final
+    known = final is None or final in now.history.committed
+    return None if known or final in now.drained or final in now.lost else final
 
 
 def _is_due(name: CheckpointName, before: CheckpointName, last: LastCopy | None, pace: DrainPace, clock: float) -> bool:

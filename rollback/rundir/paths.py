@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,15 @@ class RunPaths:
                 object.__setattr__(self, "root", Path(real))
         files.know_run_directory(self.root)
 
+    @cached_property
+    def address(self) -> str:
+        """The root as an absolute path, as it was when it was first asked for: the working directory may be removed
+        while a launch runs. Raises FileNotFoundError where that has happened before."""
+        return str(self.root.absolute())
+
     def place_of_ring(self, recorded: str) -> str:
         """The place of a durable ring: a URL, or the run directory's own ring, also if the directory was moved."""
-        return recorded if "://" in recorded else str(self.ring.absolute())
+        return recorded if "://" in recorded else os.path.join(self.address, self.ring.name)
 
     def saved_files(self, rank: int) -> Path:
         return self.root / (f"saved-files-{rank:05d}.jsonl" if rank else "saved-files.jsonl")

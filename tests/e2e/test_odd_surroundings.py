@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,10 +17,10 @@ from typing import Any
 import hosts
 import pytest
 from apart import APART
-from launching import WITHOUT_TORCHRUN
+from launching import WITHOUT_TORCHRUN, launching
 from selection import soak
 from toy import facts
-from waiting import LIMIT
+from waiting import LIMIT, wait_for
 from warm_server import WarmPopen, run_warm
 
 from rollback.errors import ExitCode
@@ -65,6 +66,25 @@ def test_a_working_directory_that_is_gone_is_named_as_such(tmp_path: Path, run: 
     assert code == ExitCode.USAGE, output
     assert "the working directory" in output
     assert "is not there any more" in output
+    assert "Traceback" not in output
+
+
+def test_a_working_directory_that_is_removed_in_mid_run_is_told_with_what_it_cost(tmp_path: Path) -> None:
+    """The run directory was in it. What is running is told to stop, and the record is missed in words."""
+    (tmp_path / "gone").mkdir()
+
+    def removed() -> bool:
+        shutil.rmtree(tmp_path / "gone", ignore_errors=True)  # the rank may write meanwhile
+        return not (tmp_path / "gone").exists()
+
+    with launching(tmp_path / "gone", with_torchrun=False, script=JOB.with_name("tiny.py")) as job:
+        process = job.start("--hold")
+        wait_for(job.paths.supervisor_journal.exists)  # the guard is made, and the supervisor knows
+        wait_for(removed)
+        process.terminate()
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == ExitCode.IO, output
+    assert "it is gone" in output
     assert "Traceback" not in output
 
 

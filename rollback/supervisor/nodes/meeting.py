@@ -134,7 +134,7 @@ Meeting = SharedMeeting | EndpointMeeting
 
 def first_orders(own: OwnNode, ring: str | None) -> LeaderOrders:
     """What a supervisor shows that may lead: who it is, where its record would be, and the job's ring."""
-    place, directory = own.place, str(own.paths.root.absolute())
+    place, directory = own.place, own.paths.address
     return LeaderOrders(leader=place.launch, host=place.host, pid=place.pid, directory=directory, ring=ring)
 
 

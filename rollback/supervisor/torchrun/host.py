@@ -312,7 +312,7 @@ class Host:
             **self._environment,
             **(threads_of_ranks(self._job, self._environment) if options.preload else {}),
             ENV_HOST: THIS_HOST,
-            ENV_RUN: str(self._paths.root.absolute()),  # a script may change its working directory
+            ENV_RUN: self._paths.address,  # a script may change its working directory
             ENV_ATTEMPT: str(attempt),
             **settings_as_environment(options.settings),
             ENV_SUPERVISOR: name_process(os.getpid()),

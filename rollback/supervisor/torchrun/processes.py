@@ -120,7 +120,7 @@ def leftovers(paths: RunPaths) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue  # another user's, a kernel thread, or gone
         supervisor = environment.get(ENV_SUPERVISOR)
-        if environment.get(ENV_RUN) == str(paths.root.absolute()) and supervisor and not is_running(supervisor):
+        if environment.get(ENV_RUN) == paths.address and supervisor and not is_running(supervisor):
             found.append(process)
     return [process for process in found if process.pid not in own and _is_alive(process)]
 
@@ -137,7 +137,7 @@ def _is_of_this_launch(process: psutil.Process, paths: RunPaths) -> bool:
     pids = [ancestor.pid for ancestor in line]
     if os.getpid() not in pids:
         return False
-    mark = str(paths.root.absolute()), str(os.getpid())
+    mark = paths.address, str(os.getpid())
     return any(_mark_of(ancestor) == mark for ancestor in line[: pids.index(os.getpid())])
 
 

@@ -13,6 +13,7 @@ from rollback.facts.training import (
     Committed,
     Drained,
     Evicted,
+    Finished,
     JournalEntry,
     LeftDurableRing,
     Quarantined,
@@ -58,6 +59,21 @@ def test_at_the_end_the_newest_goes_good_or_not_and_then_the_newest_good_one() -
     assert next_to_drain(now, DrainPace(seconds=1e9), 0.0) == names(4)[1]
     now = Situation(run_of(4, good=2), (names(4)[1], names(4)[3]), ending=True)
     assert next_to_drain(now, DrainPace(seconds=1e9), 0.0) is None
+
+
+def test_a_final_state_whose_commit_the_journal_has_lost_goes_at_the_end() -> None:
+    final = CheckpointName.of(7, 70)
+    run = run_of(4, good=2)
+    fold(
+        [JournalEntry(seq=99, at="", attempt=2, fact=Finished(step=70, batch=70, checkpoint=final, by="max_steps=70"))],
+        run,
+    )
+    there = tuple(names(4))
+    assert next_to_drain(Situation(run, there), AUTO, 0.0) is None
+    assert next_to_drain(Situation(run, there, ending=True), AUTO, 0.0) == final
+    assert next_to_drain(Situation(run, (*there, final), ending=True), AUTO, 0.0) is None
+    assert next_to_drain(Situation(run, there, lost={final}, ending=True), AUTO, 0.0) is None
+    assert final not in dict(to_evict(Situation(run, (*there, final)), keep=1))
 
 
 def test_what_is_pinned_goes_whatever_the_pace_is() -> None:

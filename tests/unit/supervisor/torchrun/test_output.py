@@ -448,6 +448,26 @@ def test_nobody_waits_for_a_slow_reader_and_what_is_not_shown_is_counted(
     ]
 
 
+def test_a_last_word_that_nobody_reads_does_not_keep_a_launch_from_its_end() -> None:
+    code = (
+        "import sys\n"
+        "from rollback.live import screen\n"
+        "from rollback.terminal.messages import line_for, say\n"
+        "screen._LAST_CHANCE = 0.1\n"
+        "with screen.Screen(line_for) as ours:\n"
+        "    ours.show('out', bytes(1 << 20))\n"
+        "say('stopped, resumable')\n"
+        "sys.exit(75)\n"
+    )
+    reading, writing = os.pipe()
+    try:
+        done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=writing, timeout=LIMIT, check=False)
+        assert done.returncode == 75
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
 def test_streams_that_are_gone_end_nothing() -> None:
     code = (
         "from rollback.live.screen import Screen\n"
