@@ -51,7 +51,7 @@ class RunLock:
         except filelock.Timeout as error:
             raise RunInUse(
                 f"the run directory {paths.root} is in use by {_describe_holder(paths)}",
-                hint="wait for it, stop it, or give this job another run directory (--run DIR)",
+                hint=_way_out(read_holder(paths) or {}),
             ) from error
         except OSError as error:
             raise RunDirectoryError(
@@ -127,6 +127,16 @@ def launch_of(paths: RunPaths) -> str | None:
     """A text that names the launch that holds the run directory, from holder.json, and no other launch."""
     holder = read_holder(paths)
     return f"{holder.get('host')}:{holder.get('pid')}:{holder.get('since')}"[:200] if holder else None
+
+
+def _way_out(holder: dict[str, object]) -> str:
+    pid = os.getpid()
+    if [holder.get(name) for name in ("pid", "start", "host")] == [pid, start_of(pid), socket.gethostname()]:
+        return (
+            "it is a guard of this very process: make one guard, in front of all loops; for another training call its "
+            "close() first, and give the other guard a directory of its own (run=...)"
+        )
+    return "wait for it, stop it, or give this job another run directory (--run DIR)"
 
 
 def _describe_holder(paths: RunPaths) -> str:

@@ -42,6 +42,12 @@ CLIPPED_AFTER_STEP = (
     "clipped-after-step",
     "gradients are clipped after optimizer.step(), where it has no effect. Clip between backward() and step()",
 )
+GRADIENTS_CARRIED = (
+    "gradients-carried",
+    "the gradients of an update are added to those of the next one: nothing sets them to zero in between. Checkpoints "
+    "have none, so a run that goes on or goes back trains on without them. Call optimizer.zero_grad() behind each "
+    "optimizer.step(); what is to be carried on purpose belongs into the optimizer, as its momentum",
+)
 LOSS_NOT_DIVIDED = (
     "loss-not-divided",
     "gradients of {batches} batches are added up and no batch's loss is divided by {batches}: the update's gradient is "
@@ -124,7 +130,7 @@ class Advisor:
         self._may_want_clipping = plain and any(_is_attention(module) for module in state.model.modules())
         self._count = 0
         """Of updates whose step has ended."""
-        self._late = self._undivided = self._averaged = 0
+        self._late = self._carried = self._undivided = self._averaged = 0
         self._clipped: list[tuple[float, float] | None] = []
         self._early = True
         self._scaled: deque[tuple[float, float]] = deque(maxlen=_SCALED)
@@ -142,12 +148,14 @@ class Advisor:
         habit = self.habit
         self._unobserved = self._unobserved + 1 if beat.loss is None else 0
         self._late += bool(habit.late)
+        self._carried += bool(habit.carried)
         return [
             *([filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
             *([filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
             *self.rates.found,
             *(self.unkept.advice() if self._count <= EARLY or not self._count % _SELDOM else ()),
             *([CLIPPED_AFTER_STEP] if self._late >= _UPDATES else ()),
+            *([GRADIENTS_CARRIED] if self._carried >= _UPDATES else ()),
             *(self._of_accumulation(habit, beat) if habit.batches > 1 else ()),
             *self._of_clipping(habit, beat),
             *(self._of_spikes(habit, verdict) if self._may_want_clipping else ()),

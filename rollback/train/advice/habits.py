@@ -30,6 +30,8 @@ class Habit(NamedTuple):
     """Whether it did so, if it did, while the gradient scaler's factor was still in them."""
     late: bool | None = None
     """Whether it made them smaller after the step that used them."""
+    carried: bool | None = None
+    """Whether the gradients were added to those of the update before."""
     undivided: bool | None = None
     """Whether no batch's loss was divided, in a real accumulation."""
     always_averaged: bool | None = None
@@ -43,6 +45,7 @@ class _Noticed:
     while_scaled: bool | None = None
     unscaled: bool = False
     stepped: tuple[Tensor, int, Tensor] | None = None
+    carried: bool | None = None
     last: tuple[int, int] | None = None
     additions: int = 0
     """Backwards that added to the gradients of the one before."""
@@ -62,6 +65,8 @@ class Habits:
         self._thread = threading.get_ident()
         self._looks = self._late_looks = _SAMPLED
         self._now = _Noticed()
+        self._used: tuple[Tensor, int] | None = None
+        """The gradient of the last step, and the version that it has if since then backwards alone wrote to it."""
         self._hook: Any = None
         self._watch: BackwardWatch | None = None
         self._averages = False
@@ -97,7 +102,7 @@ class Habits:
         self._looks -= bool(now.undivided)
         if self._late_looks == 0 and self._hook is not None:
             self._hook.remove()
-            self._hook = None
+            self._hook = self._used = None
         if self._late_looks == self._looks == 0 and not self._averages and self._watch is not None:
             self._watch.remove()  # nothing of what it notices is asked any more
             self._watch = None
@@ -106,6 +111,7 @@ class Habits:
             written=now.written,
             while_scaled=now.while_scaled,
             late=_was_late(*now.stepped) if now.stepped is not None else None,
+            carried=now.carried,
             undivided=all(now.undivided) if accumulated and len(now.undivided) >= batches else None,
             always_averaged=now.unaveraged == 0 if accumulated and now.averaged >= batches else None,
         )
@@ -116,6 +122,11 @@ class Habits:
         now.stepped = None
         if gradient is not None:
             version = storage_version(gradient)
+            if self._used is not None:
+                used, count = self._used
+                count += 1 + is_sharded(used)  # FSDP2 adds to the part, which counts on the whole too
+                self._used = used, count
+                now.carried = version == (storage_version(used)[0], count)
             if now.last is not None:
                 now.additions += version[0] == now.last[0] and version[1] > now.last[1]
             now.last = version
@@ -133,6 +144,7 @@ class Habits:
             self._late_looks -= 1
             # The tensor is small enough to keep: zero_grad usually frees the gradients before we look.
             self._now.stepped = gradient, version_of(gradient), torch.linalg.vector_norm(local_of(gradient))
+            self._used = gradient, version_of(gradient)
 
     def _gradient(self) -> Tensor | None:
         """The telltale's, if there is one and it is dense."""

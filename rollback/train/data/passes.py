@@ -31,8 +31,9 @@ from rollback.wording import filled
 PLAIN_EPOCH_LOOP = (
     "plain-epoch-loop",
     "the script counts its epochs itself: when the run resumes in a later epoch, the loop body first runs with no "
-    "batches for each epoch before it. `for epoch in guard.epochs(n):` begins where the run stands; with --adopt so "
-    "does `for epoch in range(n):` in the training loop's own file",
+    "batches for each epoch before it. Behind a rollback into an earlier epoch the loop goes on with the rest of that "
+    "one, and a `break` ends that. `for epoch in guard.epochs(n):` begins where the run stands; with --adopt so does "
+    "`for epoch in range(n):` in the training loop's own file",
 )
 OWN_SNAPSHOT_EPOCH = (
     "own-snapshot",

@@ -106,6 +106,7 @@ def test_a_second_holder_in_the_same_process_is_refused_until_the_first_releases
     with pytest.raises(RunInUse, match=r"since 0 min \d+ s") as caught:
         RunLock(paths, "supervisor")
     assert caught.value.exit_code == ExitCode.IN_USE
+    assert "one guard, in front of all loops" in (caught.value.hint or "")
     first.release()
     assert read_holder(paths) is None
     RunLock(paths, "supervisor").release()
@@ -118,8 +119,9 @@ def test_a_second_holder_in_the_same_process_is_refused_until_the_first_releases
 def test_a_damaged_holder_file_spoils_neither_lock_nor_message(paths: RunPaths, text: str) -> None:
     lock = RunLock(paths, "supervisor")
     paths.holder.write_text(text)
-    with pytest.raises(RunInUse, match="in use by"):
+    with pytest.raises(RunInUse, match="in use by") as caught:
         RunLock(paths, "supervisor")
+    assert (caught.value.hint or "").startswith("wait for it")
     lock.release()
 
 

@@ -247,8 +247,7 @@ class MapStyleCursor(Cursor):
         self._require_as_many(self._generators, (state["opening"] or state)["generators"])
         self._random.forget()
         self._reader, self._indices, self._unfit = None, None, None
-        self._base_seed, self._seeding = state["base_seed"], state["seeding"]
-        self._owed = state["data_generators"]
+        self._base_seed, self._seeding, self._owed = state["base_seed"], state["seeding"], state["data_generators"]
         if self.batch == 0 and self._loader.num_workers == 0:
             self._of_reading().begin_anew()  # what the first read made is not in the state
         with rng.preserved():
@@ -271,6 +270,9 @@ class MapStyleCursor(Cursor):
             if settled:
                 raise
             self._unfit = error
+        now, before = self._order_from["length"], state["length"]
+        if now != before and not (self._unfit or self.accepts_other_length):  # in sequence the end alone is another
+            self._unfit = self._does_not_fit(f"the data set has another number of samples ({now}, not {before})")
 
     def _refuse_unfit(self) -> None:
         if self._unfit is not None:
@@ -339,8 +341,7 @@ class MapStyleCursor(Cursor):
 
     def _start_reading(self) -> Iterator[Any]:
         self._prove()
-        # With workers this drops what they had read ahead and sets them to work at the position. They are not started
-        # anew, as the clone's workers always persist: only the cursor ends them.
+        # With workers, which persist in the clone, this drops what they had read ahead, and sends them to the position.
         if self._reader is None:
             self._reader = iter(self._present_clone())
         return self._reader

@@ -56,6 +56,8 @@ class Script:
     others: Callable[[Any], dict[str, Any]] = lambda optimizer: {}
     """What is handed over beside it."""
     sharded: bool = False
+    zero_before: bool | None = None
+    """Gradients are set to zero in front of each first backward of an update; whether to None."""
     held_back: bool = False
     """FSDP2 sums the gradients over the ranks once for each update."""
 
@@ -77,6 +79,8 @@ class Script:
             loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
             if self.observe_first:
                 guard.observe(loss)
+            if self.zero_before is not None and number % self.accumulate == 0:
+                optimizer.zero_grad(set_to_none=self.zero_before)
             self.backward(loss)
             if not self.observe_first:
                 guard.observe(loss)
@@ -135,6 +139,7 @@ def guarded(folder: Path, batches: int, *, observing: int | None, stepping: bool
         loss.backward()
         if stepping is not None:
             (optimizer if stepping else other).step()
+        optimizer.zero_grad()
         if observing and number % observing == 0:
             guard.observe(loss)
     guard.close()
@@ -173,6 +178,7 @@ def evaluated(folder: Path, *, over_guard: bool, accumulate: int = 1) -> list[st
             guard.observe(loss)
             if (number + 1) % accumulate == 0:
                 optimizer.step()
+                optimizer.zero_grad()
         with torch.no_grad():
             assert all(model(x) is not None for x in (guard if over_guard else loader))
     guard.close()
@@ -227,6 +233,7 @@ def handed(folder: Path, *names: str, shares: bool = True, moments: int = 0) -> 
         elif number < moments:
             torch.optim.Adam(critic.parameters()).step()
         optimizer.step()
+        optimizer.zero_grad()
         scheduler.step()
         guard.observe(loss)
     guard.close()
@@ -282,6 +289,7 @@ def test_a_scheduler_that_goes_by_a_metric_is_asked_for_before_it_acts(tmp_path:
 def test_a_group_that_the_optimizer_gets_in_mid_run_is_told_before_a_start_is_refused(tmp_path: Path) -> None:
     def unfreezing(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
+        optimizer.zero_grad()
         if len(optimizer.param_groups) == 1:
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
@@ -403,6 +411,7 @@ def test_an_average_by_hand_that_was_not_handed_over_is_named(tmp_path: Path, fo
         loss = model(x).sum()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         guard.observe(loss)
         if follows:
             for name, item in model.named_parameters():
@@ -422,6 +431,7 @@ def test_an_average_that_is_in_no_variable_is_named_where_a_trainer_tells_of_it(
     for x in guard:
         model(x).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         for mean, item in zip(held.average, model.parameters(), strict=True):
             mean.lerp_(item.detach(), 0.1)
     guard.close()
@@ -445,6 +455,7 @@ def test_odd_copies_of_weights_in_a_script_end_no_guard(tmp_path: Path, kind: st
     for x in guard:
         model(x).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         if kind == "emptied":
             average[0] = None
         elif kind == "beside sparse gradients":
@@ -529,6 +540,7 @@ def test_a_module_beside_the_model_that_the_training_writes_to_is_named(
         loss = model(x).sum()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         guard.observe(loss)
         if follows and kind == "average":
             beside.update_parameters(model)
@@ -583,6 +595,7 @@ def test_a_number_of_a_module_that_goes_on_in_each_update_is_named(
         loss = model(x).sum()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         guard.observe(loss)
     guard.close()
     said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
@@ -707,6 +720,7 @@ def test_a_batch_that_is_taken_at_the_end_of_a_turn_is_taken_again_and_not_named
         loss = model(x).sum()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         guard.observe(loss)
         x = next(batches, None)
     assert guard.step == 6
@@ -772,6 +786,28 @@ def test_clipping_after_the_step_is_noticed(tmp_path: Path, limit: float, sharde
 @pytest.mark.parametrize("before", [None, clip, lambda model: clip_grad_value_(model.parameters(), 0.01)])
 def test_an_ordinary_update_gets_no_advice(tmp_path: Path, before: Any, set_to_none: bool, sharded: bool) -> None:
     assert Script(tmp_path, plain, stepping(before, set_to_none=set_to_none), sharded=sharded).codes() == []
+
+
+# --- gradients that are carried over updates --------------------------------------------------------------------------
+
+
+def only_stepping(model: nn.Module, optimizer: Any) -> None:
+    optimizer.step()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_that_nothing_sets_to_zero_are_noticed(tmp_path: Path, accumulate: int, sharded: bool) -> None:
+    script = Script(tmp_path, by(accumulate), only_stepping, accumulate=accumulate, sharded=sharded)
+    assert script.codes() == ["gradients-carried"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_set_to_zero_in_front_of_the_backward_are_innocent(
+    tmp_path: Path, set_to_none: bool, accumulate: int, sharded: bool
+) -> None:
+    script = Script(tmp_path, by(accumulate), only_stepping, accumulate=accumulate, sharded=sharded)
+    assert replace(script, zero_before=set_to_none).codes() == []
 
 
 # --- clipped while scaled ---------------------------------------------------------------------------------------------

@@ -1033,6 +1033,23 @@ def test_a_shorter_epoch_than_before_is_refused() -> None:
         other.load_state_dict(cursor.state_dict())
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_data_set_that_has_grown_since_then_is_refused_unless_the_script_makes_it_as_it_was(offset: int) -> None:
+    data = Numbers(8)
+    cursor = cursor_for(DataLoader(data, 4))
+    cursor.open_epoch()
+    for _ in range(offset):
+        cursor.skip()
+    before, left = cursor.state_dict(), skip_to_the_end(cursor)
+    data.length = 12
+    cursor.load_state_dict(before)
+    with pytest.raises(RunDoesNotFit, match=r"another number of samples \(12, not 8\) than at the checkpoint"):
+        cursor.skip()
+    data.length = 8
+    cursor.begin_pass()
+    assert skip_to_the_end(cursor) == left
+
+
 def test_a_batch_size_that_the_script_sets_in_front_of_each_epoch_may_be_set_again() -> None:
     def cursor_with(size: int) -> tuple[Cursor, Any]:
         batching = BatchSampler(RandomSampler(Numbers(), generator=torch.Generator().manual_seed(1)), size, False)
