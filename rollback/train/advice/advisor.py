@@ -44,9 +44,10 @@ CLIPPED_AFTER_STEP = (
 )
 GRADIENTS_CARRIED = (
     "gradients-carried",
-    "the gradients of an update are added to those of the next one: nothing sets them to zero in between. Checkpoints "
-    "have none, so a run that goes on or goes back trains on without them. Call optimizer.zero_grad() behind each "
-    "optimizer.step(); what is to be carried on purpose belongs into the optimizer, as its momentum",
+    "the gradients of an update are added to those of the next one: nothing sets them to zero in between that torch "
+    "counts (which grad.data.zero_() is not). Checkpoints have none, so a run that goes on or goes back trains on "
+    "without them. Call optimizer.zero_grad() behind each optimizer.step(); what is to be carried on purpose belongs "
+    "into the optimizer, as its momentum",
 )
 LOSS_NOT_DIVIDED = (
     "loss-not-divided",
