@@ -237,7 +237,7 @@ def test_a_crash_in_mid_fetch_ends_with_the_same_rollback(
     if supervised:
         monkeypatch.setenv("ROLLBACK_SUPERVISOR", name_process(os.getppid()))
         monkeypatch.setenv("ROLLBACK_SETTINGS", '{"ring": "faulty://bucket/run"}')
-        monkeypatch.setattr(attached, "_processes", set())  # the next attempt has processes of its own
+        monkeypatch.setattr(attached, "_attached", set())  # the next attempt has processes of its own
     ended = train(BAD, run, log=log)
     assert [(fact.checkpoint, fact.route) for fact in facts(run, Restored)] == [(PLANNED, "relaunch")]
     monkeypatch.undo()

@@ -395,7 +395,6 @@ class MapStyleCursor(Cursor):
         return RunDoesNotFit(
             f"cannot go to batch {self.batch} of the data (epoch {self.epoch}, offset {self.offset}): in the order "
             f"made again from the random states at the epoch's opening, {difference} than at the checkpoint",
-            hint="the data set, the batch size, the sampler or its seed has changed: another training (fold, seed) "
-            "needs a run directory of its own. Or the sampler's order depends on more than random states and "
-            "set_epoch(): then give the loader a state_dict/load_state_dict of its own",
+            hint="is it another data set, batch size, sampler or seed? Another training needs another run directory. "
+            "Or the order follows from more than random states and set_epoch(): then give the loader a state_dict",
         )
