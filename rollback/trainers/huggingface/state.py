@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,12 +185,19 @@ class _Changes:
     def __init__(self, owner: Callable[[], object], *names: str) -> None:
         self._owner, self._names = owner, names
         self._first = {**self._now()}
+        self._seen, self._told = self._first, dict[str, list[Any]]()
+        """What there was when it was last asked, and what it told of that."""
 
     def told(self) -> dict[str, list[Any]]:
-        """By name, what it was at first and what it is."""
-        first = self._first
-        pairs = {name: [first.get(name), value] for name, value in self._now().items() if value is not first.get(name)}
-        return {name: pair for name, pair in pairs.items() if {*map(type, pair)} <= _PLAIN and pair[0] != pair[1]}
+        """By name, what it was at first and what it is. Asked at each step, and arguments are 130 values."""
+        now = self._now()
+        if len(now) != len(self._seen) or not all(map(is_, now.values(), self._seen.values())):
+            first, self._seen = self._first, {**now}
+            pairs = {name: [first.get(name), value] for name, value in now.items() if value is not first.get(name)}
+            self._told = {
+                name: pair for name, pair in pairs.items() if {*map(type, pair)} <= _PLAIN and pair[0] != pair[1]
+            }
+        return self._told
 
     def put(self, told: dict[str, list[Any]]) -> None:
         """What is no plain value was set by `train()` itself, and stays."""
