@@ -14,7 +14,7 @@ from rollback.facts.training import Accepted
 from rollback.rundir import seal
 from rollback.rundir.paths import FORMATS, READS, RunPaths, format_for
 from rollback.system.durable import write_file
-from rollback.system.small_json import read_json
+from rollback.system.small_json import fault_of, read_json
 from rollback.wording import counted
 
 _SHOWN = 6  # differences that are spelt out; the rest is counted
@@ -80,7 +80,7 @@ def read_identity(paths: RunPaths) -> Identity | None:
         raise RunDirectoryError(f"reading {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise RunDirectoryError(
-            f"reading {path}: it is damaged ({str(error).splitlines()[0]})",
+            f"reading {path}: it is damaged ({fault_of(error)})",
             hint="restore the file from a copy, or use another run directory",
         ) from error
 
@@ -92,9 +92,10 @@ def require_format(paths: RunPaths) -> None:
 
 
 def _require_format(path: Path, body: Any) -> None:
-    if isinstance(body, dict) and body.get("format") not in FORMATS:
+    found = body.get("format") if isinstance(body, dict) else None
+    if isinstance(found, int) and found not in FORMATS:  # one without a format is no other version's
         raise RunDoesNotFit(
-            f"{path} has format {body.get('format')!r}; this version of rollback reads {READS}",
+            f"{path} has format {found}; this version of rollback reads {READS}",
             hint="use the version of rollback that wrote it, or another run directory",
         )
 

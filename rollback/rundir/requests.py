@@ -25,7 +25,7 @@ from rollback.facts.training import RequestKind, Window
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import sync_directory, write_all
-from rollback.system.small_json import read_model
+from rollback.system.small_json import fault_of, read_model
 
 _NAME = re.compile(r"(\d{6,9})-[0-9a-f]{8}")
 _LIMIT = 1 << 14
@@ -151,9 +151,7 @@ def read_request(paths: RunPaths, name: str) -> Request:
     try:
         return read_model(paths.request(name), Request, _LIMIT)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"it is not a request ({where + ': ' if where else ''}{first['msg']})") from error
+        raise ValueError(f"it is not a request ({fault_of(error)})") from error
 
 
 def sound_requests(paths: RunPaths, names: Iterable[str]) -> Iterator[tuple[str, Request]]:

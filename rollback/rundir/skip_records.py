@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from rollback.facts.fact import Count
 from rollback.system.durable import open_regular
-from rollback.system.small_json import parse_model
+from rollback.system.small_json import fault_of, parse_model
 
 _LINE_LIMIT = 8 << 20  # a skipped batch of a million samples on one rank; a hostile line is not read into memory
 _DAMAGED_LIMIT = 1000  # lines: more than that is no record with some damage
@@ -40,8 +40,7 @@ def read_skipped(path: Path, damaged: list[str]) -> Iterator[SkippedBatch]:
             try:
                 yield parse_model(line, SkippedBatch)
             except ValueError as error:
-                fault = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-                damaged.append(f"{path}: line {number} is damaged: {fault}")
+                damaged.append(f"{path}: line {number} is damaged: {fault_of(error)}")
                 if len(damaged) > _DAMAGED_LIMIT:
                     raise ValueError(f"{path}: more than {_DAMAGED_LIMIT} lines are damaged") from None
         if len(line) == _LINE_LIMIT:

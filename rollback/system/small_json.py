@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from rollback.system.durable import read_small_file
@@ -27,6 +27,16 @@ class TooDeep(ValueError):
 
     def __init__(self) -> None:
         super().__init__(f"it is nested deeper than {_DEPTH} levels")
+
+
+def fault_of(error: Exception) -> str:
+    """What is wrong with a document that was refused, in a line for the reader: `seq: Field required`."""
+    if not isinstance(error, ValidationError):
+        return str(error).splitlines()[0]
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    fault = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {fault}" if where else fault
 
 
 def parse_json(data: bytes | str) -> Any:

@@ -24,7 +24,7 @@ from rollback.rundir.paths import (
     shard_name,
 )
 from rollback.system.durable import read_small_file
-from rollback.system.small_json import parse_json
+from rollback.system.small_json import fault_of, parse_json
 
 MANIFEST_LIMIT = 16 << 20
 
@@ -189,7 +189,7 @@ def parse_manifest(data: bytes, name: str | None, where: str) -> Manifest:
             raise ValueError("its seal is missing, or not of this key")
         manifest = Manifest.model_validate(body)
     except ValueError as error:
-        raise CheckpointDamaged(f"the manifest {where} is damaged: {str(error).splitlines()[0]}") from error
+        raise CheckpointDamaged(f"the manifest {where} is damaged: {fault_of(error)}") from error
     if manifest.format not in FORMATS:
         raise CheckpointDamaged(f"the manifest {where} has format {manifest.format}; this version reads {READS}")
     if name not in (None, manifest.name) or manifest.name != CheckpointName.of(manifest.seq, manifest.step):

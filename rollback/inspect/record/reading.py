@@ -10,6 +10,7 @@ from rollback.checkpoints.resume import beyond_the_record
 from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.facts.history import History
 from rollback.facts.training import Accepted, AttemptStarted, Fetched, JournalEntry, NoLastSnapshot, StuckAtExit
+from rollback.ring.url.index import index_key
 from rollback.rundir import seal
 from rollback.rundir.identity import require_format
 from rollback.rundir.journal.journal import of_kinds, read_journal
@@ -47,6 +48,11 @@ def require_run_directory(root: Path) -> RunPaths:
             raise RunDirectoryError(f"{root} is not a directory", hint="give the run directory, not a file inside it")
         marks = (paths.identity, paths.train_journal, paths.supervisor_journal, paths.holder)
         if not any(path.exists() for path in marks):
+            if any((root / index_key(generation)).exists() for generation in (0, 1)):
+                raise RunDirectoryError(
+                    f"{root} is not a run directory: it is where a ring lies that has a URL",
+                    hint=f"name it by that: rollback ring list {root.absolute().as_uri()}",
+                )
             raise RunDirectoryError(
                 f"{root} is not a run directory: it has neither run.json nor a journal",
                 hint="a run directory appears when a guarded job starts; look for runs/<script> where it was launched",

@@ -33,7 +33,7 @@ from rollback.rundir.metrics.column_file import column_path
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import open_regular
-from rollback.system.small_json import SIZE, parse_model
+from rollback.system.small_json import SIZE, fault_of, parse_model
 from rollback.terminal.quantities import size
 
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
@@ -118,7 +118,7 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
         try:  # before anything is written: it is what would be missing
             found = parse_model(record.read_record_file(store, run, SIZE), Identity)
         except ValueError as error:
-            raise CheckpointDamaged(f"its run.json is damaged ({str(error).splitlines()[0]})") from error
+            raise CheckpointDamaged(f"its run.json is damaged ({fault_of(error)})") from error
         require_key_for(found.seal is not None, store.url)
         require_seal(found, f"run.json at {store.url}")
         _require_sealed_journals(store, index, _JOURNALS)

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 
 import xxhash
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from rollback.checkpoints.format.manifest import FrozenRecord, check_of, parse_checked
 from rollback.errors import CheckpointDamaged, IndexDamaged, RunDoesNotFit
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointName, RunPaths
+from rollback.system.small_json import fault_of
 
 PIECE = 4 << 20
 _LIMIT = 16 << 20
@@ -146,10 +147,8 @@ def read_indexes(store: Store) -> list[Index]:
             data = store.get(index_key(slot), _LIMIT)
             if data is not None:
                 found.append(_parse(data, store.url))
-        except ValidationError as error:
-            faults.append(f"{index_key(slot)} is damaged ({error.errors()[0]['msg']})")
         except (CheckpointDamaged, ValueError) as error:
-            faults.append(f"{index_key(slot)} is damaged ({str(error).splitlines()[0]})")
+            faults.append(f"{index_key(slot)} is damaged ({fault_of(error)})")
     if faults and not found:
         raise IndexDamaged(
             f"reading the ring {store.url}: {'; '.join(faults)}",
@@ -160,9 +159,10 @@ def read_indexes(store: Store) -> list[Index]:
 
 def _parse(data: bytes, url: str) -> Index:
     body = parse_checked(data)
-    if body.get("format") not in FORMATS:
+    found = body.get("format")
+    if isinstance(found, int) and found not in FORMATS:
         raise RunDoesNotFit(
-            f"the ring {url} has format {body.get('format')!r}; this version of rollback reads {READS}",
+            f"the ring {url} has format {found}; this version of rollback reads {READS}",
             hint="use the version of rollback that wrote it, or another URL",
         )
     return Index.model_validate(body)

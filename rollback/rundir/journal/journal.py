@@ -23,7 +23,7 @@ from rollback.rundir import seal
 from rollback.rundir.journal.journal_index import IndexedLines, Indexing, read_index, write_index
 from rollback.system import files
 from rollback.system.durable import append_lines, open_regular, sync_directory
-from rollback.system.small_json import parse_json
+from rollback.system.small_json import fault_of, parse_json
 
 GENESIS = "0" * 32
 _LIMIT = 1 << 30  # no journal of a sane run comes near it
@@ -315,7 +315,7 @@ def _record(body: dict[str, Any]) -> JournalEntry:
         first = error.errors()[0]
         if first["type"] == "union_tag_invalid":
             raise ValueError(f"kind: this version of rollback knows no fact {first['ctx']['tag']!r}") from error
-        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'kind'}: {first['msg']}") from error
+        raise ValueError(fault_of(error)) from error
 
 
 def journal_line(fact: Fact, seq: int, at: str, attempt: int, chain: str, what: str) -> tuple[bytes, str]:

@@ -15,6 +15,7 @@ from rollback.rundir.metrics.column_file import LINES, read_blocks
 from rollback.rundir.metrics.metric_lines import Metric
 from rollback.rundir.metrics.metric_rows import COLUMNS, LINE_LIMIT, as_columns, columns_of, row_of
 from rollback.system.durable import open_regular
+from rollback.system.small_json import fault_of
 
 _LINES_AT_ONCE = 1 << 13
 _DAMAGED_LIMIT = 1000
@@ -122,7 +123,7 @@ def _one_by_one(block: list[bytes], path: Path, before: int, damaged: list[str])
         try:
             yield row_of(Metric.model_validate_json(line).model_dump())
         except ValueError as error:
-            damaged.append(f"{path}: line {place} is damaged: {str(error).splitlines()[0]}")
+            damaged.append(f"{path}: line {place} is damaged: {fault_of(error)}")
             if len(damaged) > _DAMAGED_LIMIT:
                 return
 

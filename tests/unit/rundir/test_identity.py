@@ -108,6 +108,12 @@ def test_a_damaged_identity_is_a_clear_error(paths: RunPaths, text: str) -> None
         read_identity(paths)
 
 
+def test_an_identity_that_lacks_something_is_damaged_and_the_reader_hears_what(paths: RunPaths) -> None:
+    paths.identity.write_text("{}")
+    with pytest.raises(RunDirectoryError, match=r"run\.json: it is damaged \(format: Field required\)"):
+        read_identity(paths)
+
+
 def test_another_format_is_refused(paths: RunPaths) -> None:
     write_identity(paths, new_identity(JOB))
     body = json.loads(paths.identity.read_text())

@@ -23,7 +23,7 @@ from rollback.checkpoints.format.manifest import ShardRecord, read_manifest
 from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.checkpoints.resume import beyond_the_record
 from rollback.cli import app
-from rollback.errors import ExitCode, NoUsableCheckpoint, OutputNotWritten, RollbackError, UsageError
+from rollback.errors import ExitCode, NoUsableCheckpoint, OutputNotWritten, RollbackError, RunDirectoryError, UsageError
 from rollback.facts.training import BecameGood, Committed, Evicted, Quarantined
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.ring.at_url import ReadableRun
@@ -190,6 +190,13 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     for words in (["list"], ["verify"], ["export"], ["pin"]):
         name = ["newest"] if words == ["pin"] else []
         assert isinstance(command(*words, tmp_path / "nowhere", *name).exception, UsageError)
+
+
+def test_the_directory_of_a_ring_at_a_url_is_named_by_its_url(tmp_path: Path) -> None:
+    (tmp_path / "index-1.json").write_text("{}")
+    error = command("verify", tmp_path).exception
+    assert isinstance(error, RunDirectoryError)
+    assert f"rollback ring list file://{tmp_path}" in str(error.hint)
 
 
 def test_a_pin_of_what_is_gone_is_told(paths: RunPaths) -> None:
