@@ -20,7 +20,7 @@ from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.comm.beat import Beat
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.optimizer import Updates
-from rollback.wording import filled
+from rollback.wording import filled, first_few
 
 CLIPPED_WHILE_SCALED = (
     "clipped-while-scaled",
@@ -97,6 +97,14 @@ EVALUATED = (
     "train",
 )
 
+NOT_SWITCHED_AGAIN = (
+    "requires-grad-not-again",
+    "the script had changed requires_grad of {names} on its way to where this process goes on, and has not done so "
+    "here: this process trains other layers than the run did. A start leaves requires_grad as the script sets it, so "
+    "let the script set it wherever the run is behind that point, also in front of the first batch: "
+    "if guard.step >= 1000, not if guard.step == 1000",
+)
+
 _UNOBSERVED = 20
 _EVALUATED = 3  # batches in a row
 _OTHER_UPDATES = 10  # batches; with more than so many of its own an accumulation may have other updates in it
@@ -109,6 +117,7 @@ _SCALED = 5
 _SPIKES = 3
 _UNCLIPPED = 100  # updates without a write to any gradient
 _SELDOM = 16  # updates between two looks at what is not kept, behind the first ones
+_NAMES = 3
 _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
 
 
@@ -119,7 +128,9 @@ class Advisor:
     """
 
     def __init__(self, state: TrainingState, updates: Updates, model: nn.Module, unkept: UnkeptState) -> None:
-        self._updates = updates
+        self._updates, self._switches = updates, state.switches
+        self._not_again = set[str]()
+        """Parameters of which the script has not changed `requires_grad` again, in none of the first updates."""
         self.unkept, self._without_grad = unkept, 0
         self._layers, self.rates = Layers(state.model), ScriptRates(state.objects.values())
         self._habits = Habits(updates, state.optimizer, state.objects.get("scaler"), model)
@@ -142,6 +153,9 @@ class Advisor:
         self._count += 1
         if not self._count % EVERY:
             self._layers.look(self._updates.gradients)
+        if self._count <= _UPDATES:
+            found = self._switches.not_again()
+            self._not_again = found if self._count == 1 else self._not_again & found
         self.habit = self._habits.end_step(batches)
 
     def judge(self, beat: Beat, verdict: Verdict) -> list[tuple[str, str]]:
@@ -154,6 +168,7 @@ class Advisor:
             *([filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
             *([filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
             *self.rates.found,
+            *(self._of_switches() if self._not_again and self._count >= _UPDATES else ()),
             *(self.unkept.advice() if self._count <= EARLY or not self._count % _SELDOM else ()),
             *([CLIPPED_AFTER_STEP] if self._late >= _UPDATES else ()),
             *([GRADIENTS_CARRIED] if self._carried >= _UPDATES else ()),
@@ -172,6 +187,9 @@ class Advisor:
             yield NEVER_UPDATED
         if batches > _OTHER_UPDATES and (kind := self.unkept.in_its_place()) is not None:
             yield filled(OTHER_UPDATES, kind=kind)
+
+    def _of_switches(self) -> Iterator[tuple[str, str]]:
+        yield filled(NOT_SWITCHED_AGAIN, names=first_few(sorted(self._not_again), _NAMES))
 
     def _of_accumulation(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
         divided_later = beat.clip_factor is not None and abs(beat.clip_factor * habit.batches - 1) < 2 * _SAME

@@ -41,6 +41,12 @@ class _Switches:
             changed = [name for name, on, first in each if on != first]
         return {"first": self._digest, "changed": changed}
 
+    def missing(self, told: Mapping[str, Any] | None) -> set[str]:
+        """Names for which it had changed, where that is told of a script that began with the same, and has not now."""
+        if told is None or told["first"] != self._digest:
+            return set()
+        return {*told["changed"]} - {*self.state_dict()["changed"]}
+
     def put_back(self, told: Mapping[str, Any] | None) -> None:
         """Make it so again, where it is told of a script that began with the same. None: nothing is known."""
         if told is None or told["first"] != self._digest:
@@ -69,6 +75,11 @@ class ModelSwitches:
             each = zip(self._parameters, gradients, strict=True)
             without = [name for name, gradient in each if gradient is None or gradient.layout is not torch.strided]
         return {**self._wanted.state_dict(), "without": without, "modes": self._modes.state_dict()}
+
+    def not_again(self) -> set[str]:
+        """The parameters of which the script had changed `requires_grad` when what was loaded last was trained, and has
+        not in this process."""
+        return self._wanted.missing(self.loaded)
 
     def give_zeros(self, told: Mapping[str, Any] | None) -> None:
         """Give zeros to the parameters that had a gradient. An optimizer of sparse ones knows none but its own."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toy import SETTINGS, facts
 
 import rollback
-from rollback.facts.training import Planned, Restored, ScreenedOut
+from rollback.facts.training import Advice, Planned, Restored, ScreenedOut
 from rollback.train.last_snapshot.small_state import SmallStateReader
 from rollback.train.last_snapshot.writers import large_state, shared_tree
 from rollback.train.updates.model_switches import ModelSwitches
@@ -113,6 +113,19 @@ def test_a_start_in_a_new_process_leaves_what_the_script_says(tmp_path: Path, fr
     assert script.layer.weight.requires_grad is not frozen
     script.train(unfreezes_at=None)
     assert {*script.trained.values()} == {not frozen}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "unfreezes_at", "told"), [(True, None, True), (True, 1, False), (False, None, False)]
+)
+def test_layers_that_are_not_unfrozen_again_are_told(
+    tmp_path: Path, frozen: bool, unfreezes_at: int | None, told: bool
+) -> None:
+    Script(tmp_path / "run").train(leave_at=EPOCH + 8)
+    Script(tmp_path / "run", frozen=frozen).train(unfreezes_at=unfreezes_at)
+    advice = [each.text for each in facts(tmp_path / "run", Advice) if each.code == "requires-grad-not-again"]
+    assert len(advice) == told
+    assert not told or "requires_grad of 0.bias, 0.weight on its way" in advice[0]
 
 
 @pytest.mark.parametrize("frozen", [True, False])
