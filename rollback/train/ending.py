@@ -99,6 +99,8 @@ class TrainingEnd:
         left_over: batches after the last update. left: the script has done its work after the last epoch.
         """
         calm, self._state.counters.epoch_left = self._judge.calm, left
+        if self._possible is not None and self._possible.batch != self._state.cursor.batch:
+            self._pass_end()  # an epoch without a batch lies behind it, and the slots have room for one end
         kept = self._schedule.take_end(self._judge.timeline)
         self._possible = Finished(
             step=self._state.counters.step, batch=self._state.cursor.batch, checkpoint=kept, by=by, calm=calm,
@@ -109,6 +111,10 @@ class TrainingEnd:
         """Collective: a batch is handed out, so that was not the end."""
         if self._stage is EndStage.UNTRAINED:
             self._stage = EndStage.TRAINED
+        self._pass_end()
+
+    def _pass_end(self) -> None:
+        """Collective: what was taken for the end was none."""
         passed, self._possible = self._possible, None
         if passed is not None and passed.checkpoint is not None:
             self._schedule.go_on(passed.checkpoint)

@@ -26,6 +26,7 @@ from rollback.facts.training import (
     Incident,
     LastSnapshotMade,
     NoLastSnapshot,
+    Restored,
 )
 from rollback.rundir.paths import CheckpointName, RunPaths
 
@@ -313,6 +314,17 @@ def test_a_rank_that_dies_while_the_loss_stands_out_costs_no_step_and_the_troubl
     ]
     assert called[0] == called[1] != []
     launched.require(undisturbed)
+
+
+def test_what_is_kept_at_a_death_in_the_first_step_is_good_as_the_state_before_any_step_is(tmp_path: Path) -> None:
+    """The checkpoint of that state was not committed yet, and nothing else is from before the trouble."""
+    toy = TOY.but(nan=(12,), settings={**TOY.settings, "probation": 25})
+    launched = Launched(tmp_path, toy, signal=[1, 0, signal.SIGKILL, 1])
+    launched.finish()
+    assert launched.resumed_at == [0], launched.outcomes
+    (kept,) = launched.outcomes
+    (restored,) = facts(launched.run, Restored)
+    assert restored.checkpoint == kept.checkpoint
 
 
 def test_ranks_that_stop_together_at_the_end_of_an_epoch_s_batches_have_raised_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from toy import facts, flat, require_same, skip_list
 from warm_server import run_warm
 
 import rollback
-from rollback.facts.training import Committed, Finished, Incident, Stopped
+from rollback.facts.training import Committed, Evicted, Finished, Incident, Saving, Stopped
 
 SETTINGS = {"snapshot_every": 5, "rewind": 5, "skip_after": 3, "probation": 8, "max_skipped": "100%"}
 _EPOCH = 10  # batches
@@ -188,6 +188,21 @@ def test_a_loop_that_has_batches_in_each_epoch_has_no_rehearsal(tmp_path: Path) 
     # Not how many were committed: a disk that is slow for a moment makes the writer pass over one.
     assert training.losses == plain.losses
     assert training.bodies == plain.bodies == [0, 1, 2, 3]
+
+
+def test_the_end_of_an_epoch_gives_up_that_of_the_epoch_before_where_no_batch_lies_between(tmp_path: Path) -> None:
+    """Each is kept as the end of training may be. All of them together do not find room in the memory's slots."""
+    (memory := tmp_path / "memory").mkdir()
+    settings: dict[str, Any] = {"keep": 3, "snapshot_every": 1, "probation": 20, "fast_tier": str(memory)}
+    training = Training(tmp_path / "run", skip=[{"first": 10, "last": 39}], **settings)
+    training.epochs(None)
+    assert {fact.slots for fact in facts(tmp_path / "run", Saving)} == {4}
+    batches = {fact.checkpoint: fact.batch for fact in facts(tmp_path / "run", Committed)}
+    left = [fact.checkpoint for fact in facts(tmp_path / "run", Evicted) if "the end of an epoch" in fact.reason]
+    assert [batches[name] for name in left] == [10, 20, 30]
+    (end,) = facts(tmp_path / "run", Finished)
+    assert end.checkpoint is not None
+    assert batches[end.checkpoint] == 40
 
 
 _SCRIPT = """

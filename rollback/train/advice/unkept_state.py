@@ -10,7 +10,6 @@ persist are looked for among all objects, once.
 
 import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -23,13 +22,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from rollback.train.advice.carried_tensors import CarriedTensors
-from rollback.train.advice.optimizer_attributes import OptimizerAttributes, goes_on, tells_itself
+from rollback.train.advice.optimizer_attributes import OptimizerAttributes, tells_itself
+from rollback.train.advice.own_numbers import OwnNumbers
 from rollback.train.advice.script_tensors import copies_of_script, modules_of_script, tensors_of, tensors_of_script
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators
-from rollback.train.introspection import instances, is_of_own_file
+from rollback.train.introspection import instances
 from rollback.train.sharded import local_of
-from rollback.train.state.module_buffers import NUMBERS_KEPT, storage_of
+from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
 from rollback.wording import filled
@@ -74,6 +74,13 @@ NUMBERS_NOT_KEPT = (
     "leaves them as they are, and a resume begins them anew. Where the model's outputs depend on them, as on a "
     'temperature that falls, make them buffers: self.register_buffer("t", torch.zeros(()))',
 )
+NUMBERS_OF_OBJECTS_NOT_KEPT = (
+    "numbers-of-objects-not-kept",
+    "each update changes {names}, numbers that objects have as attributes which the guard was handed, and their "
+    "state_dict() has none of these: a rollback leaves them as they are, and a resume begins them anew. Where training "
+    "depends on them, as the decay of an average may on its count of updates, put them into state_dict() and take them "
+    "back in load_state_dict()",
+)
 SCHEDULER_NOT_KEPT = (
     "scheduler-not-kept",
     "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
@@ -95,7 +102,6 @@ EVALUATION_DRAWS = (
 )
 
 _FIRST = 10  # updates: a generator that has drawn in none of them has drawn the first weights
-_LOOKS = 5  # in all of which a count must go on
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
 
 _WATCHING: "list[weakref.ref[UnkeptState]]" = []
@@ -166,8 +172,7 @@ class UnkeptState:
         self._tensors: list[_Watched] = []
         """Others."""
         self._carried = CarriedTensors(self._has)
-        self._numbers: dict[str, deque[float]] = {}
-        """Of the modules, at the last looks."""
+        self._numbers = OwnNumbers(state)
         self._looks = 0
         self.watch(variables)
         _WATCHING[:] = [*(known for known in _WATCHING if known() is not None), weakref.ref(self)]
@@ -204,11 +209,13 @@ class UnkeptState:
         for kind, attributes in self._own_attributes():
             yield filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=attributes)
         if self._looks <= _FIRST:
+            self._numbers.look()
             for advice, names in (
                 (GENERATOR_NOT_KEPT, self._generators_that_drew()),
                 (COPIES_NOT_KEPT, self._lacking(_written(self._copies))),
                 (VARIABLES_NOT_KEPT, self._variables_that_lack()),
-                (NUMBERS_NOT_KEPT, self._numbers_that_go_on()),
+                (NUMBERS_NOT_KEPT, self._numbers.of_modules()),
+                (NUMBERS_OF_OBJECTS_NOT_KEPT, self._numbers.of_objects()),
             ):
                 if names:
                     yield filled(advice, names=", ".join(names))
@@ -263,13 +270,6 @@ class UnkeptState:
             return isinstance(item, Tensor) and (storage_of(item) in kept or id(item) in trained)
 
         return [name for name, items in written.items() if not all(map(has, items))]
-
-    def _numbers_that_go_on(self) -> list[str]:
-        """Names of numbers which the script's own modules have as attributes, and which go on in each update, as counts
-        do."""
-        for name, value in _numbers_of(self._state.modules):
-            self._numbers.setdefault(name, deque(maxlen=_LOOKS)).append(value)
-        return [name for name, values in self._numbers.items() if len(values) == _LOOKS and goes_on(values)]
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
@@ -333,17 +333,6 @@ def _written(watched: Iterable[_Watched]) -> dict[str, list[Tensor]]:
 
 def _state_of(generator: Any) -> int:
     return cast(int, Digest(Generators(generator).states()).value)
-
-
-def _numbers_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
-    """But for those of modules that hand out more than their tensors, and those that checkpoints have."""
-    for owner, module in modules.items():
-        for prefix, part in module.named_modules():
-            kind = type(part)
-            hands_out = kind.get_extra_state is not nn.Module.get_extra_state or NUMBERS_KEPT in vars(part)
-            if is_of_own_file(kind) and not hands_out:
-                named = [(name, value) for name, value in vars(part).items() if type(value) in (int, float)]
-                yield from ((".".join(filter(None, (owner, prefix, name))), value) for name, value in named)
 
 
 def _marks_of(thing: Any) -> dict[str, object]:

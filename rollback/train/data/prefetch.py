@@ -16,10 +16,13 @@ leaves out a batch, or that draws all batches of an update first:
 | forward, backward, hand out, step, twice running | drawn between backward and step      | yes    |
 | hand out, step (in its closure: forward, backward) | a step that is given a closure       | no     |
 
-`_MOVES` says the same act by act. `HeldBack` has another table, for scripts whose batches are late by a whole update.
+`_MOVES` says the same act by act. `HeldBack` has another table, for scripts whose batches are late by a whole update. A
+script that draws in a thread beside the one that trains, as a prefetcher around the guard does, is told so where it
+trains: what is raised in the thread is often heard by nobody.
 """
 
 import inspect
+import threading
 from enum import Enum
 from typing import Any
 
@@ -84,6 +87,8 @@ class PrefetchWatch:
         self._updates = 0
         self._late = 0
         """Updates in a row that were made with a batch in hand that no forward had had: one may be left out."""
+        self._drawn, self._drawn_in = 0, 0
+        """Batches that were handed out behind the last forward, and the thread in which the last one was."""
         self._held_back = HeldBack()
         self._hooks: list[Any] = []
         if telltale is not None and not is_compiled(model):
@@ -114,6 +119,7 @@ class PrefetchWatch:
                 hint="iterate the guard's batches one by one, with nothing that holds them in between. To have data "
                 "read meanwhile, use a DataLoader with num_workers and pin_memory",
             )
+        self._drawn, self._drawn_in = self._drawn + 1, threading.get_ident()
         self._held_back.handed_out()
         self._move(_Act.DRAWS)
         if self._updates >= _WATCHED and not self._held_back.suspected:
@@ -127,6 +133,15 @@ class PrefetchWatch:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and module.training:
+            drawn, self._drawn = self._drawn, 0
+            if drawn > 1 and threading.get_ident() != self._drawn_in:
+                raise UsageError(
+                    "a thread draws batches from the guard ahead of the one that trains on them: the guard could not "
+                    "tell which batches an update was made of, and what it does between two updates would be done "
+                    "within one",
+                    hint="loop over the guard in the thread that trains. To have data read meanwhile, use a DataLoader "
+                    "with num_workers and pin_memory",
+                )
             self._move(_Act.FORWARD)
             self._held_back.forward()
 

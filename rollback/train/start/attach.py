@@ -277,9 +277,9 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     if ranks.is_rank_0 and chosen is not None:
         healthy = start_record.healthy_until(paths, history, chosen, record)
     healthy, restored_step = ranks.from_first(healthy), chosen.step if chosen is not None else 0
-    held_at_start = [
+    held_at_start = [  # the state before any step is good, also where `history` lacks it: ranks have kept it at a death
         CheckpointAtStart(
-            manifest, manifest.name in history.good, found.slots.get(manifest.name),
+            manifest, manifest.name in history.good or manifest.step == 0, found.slots.get(manifest.name),
             min(healthy, max(0, restored_step - manifest.step)), manifest.name in found.in_ring,
         )
         for manifest in held

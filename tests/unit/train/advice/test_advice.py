@@ -604,6 +604,51 @@ def test_a_number_of_a_module_that_goes_on_in_each_update_is_named(
     assert all(f"changes {named}, numbers" in fact.text for fact in told)
 
 
+class Average:
+    """Of a model's weights, as scripts write it: its decay depends on how many updates it has seen."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        self.kind, self.decay, self.updates = kind, 0.99, 0
+        self.shadow = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += self.kind != "stays"
+        for name, value in model.state_dict().items():
+            self.shadow[name].lerp_(value, 1 - min(self.decay, self.updates / (10 + self.updates)))
+
+    def state_dict(self) -> dict[str, Any]:
+        count = {"number": {"n": self.updates}, "tensor": {"n": torch.tensor(self.updates)}}
+        return {"shadow": self.shadow, **count.get(self.kind, {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("counts", "average.updates"), ("number", None), ("tensor", None), ("stays", None)]
+)
+def test_a_number_of_an_object_that_goes_on_in_each_update_and_is_not_in_its_state_is_named(
+    tmp_path: Path, kind: str, named: str | None
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, average = torch.optim.SGD(model.parameters(), lr=1e-3), Average(model, kind)
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, average=average, loader=[torch.ones(1, 2)] * 12, run=tmp_path
+    )
+    for x in guard:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update(model)
+        guard.observe(loss)
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    told = [fact for fact in said if isinstance(fact, Advice)]
+    assert [fact.code for fact in told] == ["numbers-of-objects-not-kept"] * bool(named)
+    assert all(f"changes {named}, numbers" in fact.text for fact in told)
+
+
 @pytest.mark.parametrize("held", ["variable", "buffer", "view of a weight", "gradients", "batch", "read alone"])
 def test_a_tensor_of_the_scripts_that_the_training_writes_to_is_named(tmp_path: Path, held: str) -> None:
     """Not what a checkpoint has, nor what each step makes anew."""

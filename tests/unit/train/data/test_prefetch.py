@@ -1,5 +1,6 @@
 """A script that draws its next batch within an open update is told from those that only look like it."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,6 +62,16 @@ class Script:
 
         for act in acts.replace(" ", ""):
             next(one()) if act == "n" else self.run(act)
+
+    def run_beside(self, acts: str) -> None:
+        """Batches are asked for in a thread, and no further one until it has ended."""
+        for act in acts.replace(" ", ""):
+            if act != "n":
+                self.run(act)
+                continue
+            thread = threading.Thread(target=self.run, args=("n",))
+            thread.start()
+            thread.join()
 
 
 @pytest.mark.parametrize(
@@ -187,3 +198,16 @@ def test_a_script_whose_forward_cannot_be_seen_is_left_alone() -> None:
         script.run("n")
         loss.backward()
         script.run("s")
+
+
+@pytest.mark.parametrize(
+    "acts", ["n n f", "n f b s n n f", "n f b n n s f"], ids=["at first", "behind a step", "within one"]
+)
+def test_a_thread_that_draws_ahead_is_told_where_the_script_trains(acts: str) -> None:
+    script = Script()
+    with pytest.raises(UsageError, match="a thread draws batches from the guard ahead of the one that trains"):
+        script.run_beside(acts)
+
+
+def test_a_thread_that_draws_each_batch_when_it_is_its_turn_is_none_that_draws_ahead() -> None:
+    Script().run_beside("n f b s" * 20)
