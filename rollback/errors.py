@@ -168,7 +168,7 @@ class CheckpointUnreadable(CheckpointUnusable):
 
 
 class CheckpointLeft(CheckpointUnusable):
-    """A host has given its part of a checkpoint up for a newer one. Nothing is wrong with it."""
+    """A host has given its part of a checkpoint up for a newer one, or a ring has. Nothing is wrong with it."""
 
 
 class CheckpointForbidden(CheckpointUnreadable, exit_code=ExitCode.IO):

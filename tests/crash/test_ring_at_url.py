@@ -21,6 +21,7 @@ from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import (
     CheckpointDamaged,
+    CheckpointUnusable,
     OutputNotWritten,
     RingUnavailable,
     RollbackError,
@@ -29,6 +30,7 @@ from rollback.errors import (
 )
 from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.checkpoints import read_listing
+from rollback.inspect.ring.export import export
 from rollback.inspect.ring.verify import verify
 from rollback.ring.url import fetch as fetching
 from rollback.ring.url import ring as at_url_ring
@@ -793,6 +795,21 @@ def test_a_url_that_cannot_be_copied_aside_is_told_of_in_words(
         with pytest.raises(OutputNotWritten, match=f"copying {NAMES[1]} of {URL} into .*: No space left") as told:
             verify(place)
         assert told.value.hint == "make room there, or set TMPDIR to a directory that can be written"
+
+
+@in_both_layouts
+@pytest.mark.usefixtures("bucket")
+def test_what_a_job_gives_up_while_a_url_is_read_is_no_damage(run: RecordedRun, tmp_path: Path) -> None:
+    at_url = opened(run.paths)
+    for name in NAMES:
+        put(at_url, run.paths, name)
+    with readable(URL) as place:
+        at_url.evict(NAMES[1])
+        found = verify(place)
+        with pytest.raises(CheckpointUnusable, match=f"{NAMES[1]} has left {URL} meanwhile; nothing was written"):
+            export(place, NAMES[1], tmp_path / "weights.safetensors")
+    assert [entry.checkpoint for entry in found.checkpoints] == [NAMES[0], NAMES[2]]
+    assert f"{NAMES[1]} left the ring while it was looked at" in found.notices
 
 
 def test_who_reads_a_url_that_does_not_answer_is_told_what_the_command_waits_for(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, read_manifest
-from rollback.errors import OutputNotWritten, UsageError, reporting
+from rollback.errors import CheckpointDamaged, CheckpointLeft, OutputNotWritten, UsageError, reporting
 from rollback.inspect.ring.checkpoints import Listing, read_listing
 from rollback.ring.url import record
 from rollback.ring.url.index import Index, checkpoint_key, frozen_key, read_indexes
@@ -44,7 +44,7 @@ class ReadableRun:
     def shards(self, checkpoint: str) -> Iterator[None]:
         """All shards of a checkpoint, and its frozen weights, exist inside the block.
 
-        Raises CheckpointDamaged, RingUnavailable, OutputNotWritten.
+        Raises CheckpointDamaged, CheckpointLeft, RingUnavailable, OutputNotWritten.
         """
         if self.store is None:
             yield
@@ -58,8 +58,14 @@ class ReadableRun:
                 if (needed := manifest.frozen) is not None and not frozen.is_there(paths, needed):
                     paths.frozen.mkdir(exist_ok=True)  # what many checkpoints have is fetched once
                     self.store.get_file(frozen_key(needed), paths.frozen / needed.file, needed.written)
-                for file in manifest.files:
-                    self.store.get_files(checkpoint_key(checkpoint, file.name), directory / file.name, file.contents)
+                try:
+                    for file in manifest.files:
+                        key = checkpoint_key(checkpoint, file.name)
+                        self.store.get_files(key, directory / file.name, file.contents)
+                except CheckpointDamaged as error:  # or a job that runs has given it up: its manifest goes first
+                    if self.store.get(checkpoint_key(checkpoint), MANIFEST_LIMIT) is not None:
+                        raise
+                    raise CheckpointLeft(f"the checkpoint {checkpoint} has left {self.name} meanwhile") from error
             yield
         finally:
             for file in manifest.files:

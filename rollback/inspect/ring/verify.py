@@ -19,7 +19,7 @@ from rollback.checkpoints.format.layout import DTYPE_NAME
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.tiers import has_left, host_count, in_slots
-from rollback.errors import CheckpointUnreadable, CheckpointUnusable, ExitCode
+from rollback.errors import CheckpointLeft, CheckpointUnreadable, CheckpointUnusable, ExitCode
 from rollback.facts.training import Tier
 from rollback.inspect.document import Document, ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
@@ -141,6 +141,8 @@ def _faults(
     try:
         with run.shards(checkpoint):
             faults = find_faults(directory, tier, job, frozen)
+    except CheckpointLeft:
+        return None
     except CheckpointUnusable as error:
         faults = [_fault(tier, None, error)]
     return faults if directory.exists() else None

@@ -10,10 +10,12 @@ from rollback.inspect.record.cost import TELLING
 from rollback.inspect.record.ending import TURNS, RunEnding, ending_of, lacks_its_end
 from rollback.inspect.record.reading import merge
 from rollback.rundir.journal.journal import of_kind, of_kinds
+from rollback.rundir.paths import CheckpointName
 
 _SHOWN: frozenset[type[facts.Fact]] = frozenset({
     facts.Attached, facts.Restored, facts.Advice, facts.AttemptStarted, facts.RunEnded, facts.AttemptEnded,
     facts.SpareNodes, facts.LastSnapshotMade, facts.RestartScheduled, facts.Drained, facts.DrainFailed,
+    facts.LeftDurableRing,
 })  # fmt: skip
 
 
@@ -37,8 +39,8 @@ class RunRecord:
     """The steps that were undone and must be done again."""
     began: str | None = None
     """Time of the first fact."""
-    drained: tuple[str, facts.Drained] | None = None
-    """The last copy to the durable ring, and when."""
+    copied: dict[str, tuple[str, facts.Drained]] = field(default_factory=dict)
+    """The copies that are in the durable ring, by checkpoint, and when each was made."""
     undrained: str | None = None
     """Why nothing can be copied now."""
     last_snapshot: str | None = None
@@ -83,6 +85,13 @@ class RunRecord:
         """The position of the run at the last fact."""
         return Point(step=self.history.stood[0], batch=self.history.stood[1]) if self.history.stood else None
 
+    @property
+    def drained(self) -> tuple[str, facts.Drained] | None:
+        """The copy of the newest checkpoint in the durable ring, and when it was made. An older one may be copied
+        behind it: where a run stops, the newest good one, and a pin at any time."""
+        counting = self.copied.keys() - self.history.discarded or self.copied
+        return self.copied[CheckpointName.sorted(counting)[-1]] if counting else None
+
     def _take(self, record: facts.JournalEntry) -> None:
         match record.fact:
             case facts.Attached() as fact:
@@ -105,10 +114,17 @@ class RunRecord:
                 self.last_snapshot, self._kept_of = fact.in_words(), record.attempt
             case facts.RestartScheduled() as fact:
                 self.waiting = (record.at, fact)
-            case facts.Drained() as fact:
-                self.drained, self.undrained = (record.at, fact), None
+            case facts.Drained() | facts.LeftDurableRing() as fact:
+                self._take_copy(record.at, fact)
             case facts.DrainFailed() as fact:
                 self.undrained = fact.error
+
+    def _take_copy(self, at: str, fact: facts.Drained | facts.LeftDurableRing) -> None:
+        if isinstance(fact, facts.Drained):  # where its place is another one, the run has another ring now
+            kept = {name: copy for name, copy in self.copied.items() if copy[1].place == fact.place}
+            self.copied, self.undrained = {**kept, fact.checkpoint: (at, fact)}, None
+        elif (copy := self.copied.get(fact.checkpoint)) is not None and copy[1].place == fact.place:
+            del self.copied[fact.checkpoint]
 
 
 def _stretch(step: int, reached: int | None) -> facts.Window | None:

@@ -49,7 +49,7 @@ class Durable(ReportItem):
     """The durable ring: a URL, or the run directory's own where it is filled from memory."""
 
     place: str | None = Field(description="null: not known, nothing was copied yet")
-    checkpoint: str | None = Field(description="the one copied last, as are the next two")
+    checkpoint: str | None = Field(description="the newest one that was copied, as are the next two")
     step: int | None
     at: str | None
     trouble: str | None = Field(description="why nothing could be copied since; null: nothing is amiss")

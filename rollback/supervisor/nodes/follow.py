@@ -53,6 +53,7 @@ class Follower:
         self._fetches_ahead = True  # until no thread can be made for it
         self._last: LeaderOrders | None = None  # of who leads, or led before
         self._waits = False  # the last attempt that was ordered has no part for this node
+        self._unlike = ""  # what this node would run otherwise than who leads, as it was last said
 
     @property
     def called(self) -> int:
@@ -144,6 +145,7 @@ class Follower:
                 reason = f"told to stop while {self._place.name} waited without a seat: the others {others}"
                 return RunResult(exit_code=ExitCode.RESUMABLE, reason=reason)
             self._tell_of_signals(publisher)
+            self._tell_of_difference(orders)
             report = publisher.record
             match followers_move(report.state, report.attempt, orders, self._place.launch):
                 case "quit":
@@ -278,6 +280,16 @@ class Follower:
         if self._signals.take():
             names = tuple(signum.name for signum in self._signals.received)
             publisher.show(signals=names, insistent=self._signals.insistent)
+
+    def _tell_of_difference(self, orders: LeaderOrders) -> None:
+        """Who has started this node looks at its terminal, and not at the leader's."""
+        unlike = orders.unfit.get(self._place.name, "")
+        if unlike and unlike != self._unlike:
+            self._say(
+                f"{self._place.name} cannot take part: it has other {unlike} than {orders.host}, which leads; stop it, "
+                "and start it with the same command"
+            )
+        self._unlike = unlike
 
     def _orders(self) -> LeaderOrders | None:
         """The leader's orders; None: it is gone (it is silent, another one leads, or nobody does)."""

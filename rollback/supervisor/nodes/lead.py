@@ -263,6 +263,8 @@ class Leader(Nodes):
             )
         for line in self._roster.hear(self._watcher.look().values()):
             self._say(line)
+        if (unfit := self._roster.unfit()) != self._publisher.record.unfit:
+            self._publisher.show(unfit=unfit)
 
     def _members(self) -> dict[str, NodeReport | None]:
         since = self._told_to_end

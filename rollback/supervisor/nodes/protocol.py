@@ -105,6 +105,8 @@ class LeaderOrders(BaseModel, frozen=True):
     """The URL of the job's ring."""
     attached: bool = False
     """The ranks of this attempt have attached: there is a record from now on."""
+    unfit: dict[str, str] = {}
+    """The nodes that cannot take part, since they would run something else than the leader; what differs, by node."""
     stacks: bool = False
     """The job hangs: the ranks of the members write their stacks before they are ended."""
     result: RunResult | None = None

@@ -22,6 +22,7 @@ from rollback.facts.training import (
     Drained,
     Evicted,
     Finished,
+    LeftDurableRing,
     RestartScheduled,
     Restored,
 )
@@ -314,6 +315,25 @@ def test_the_place_of_the_durable_ring_works_from_anywhere(
     assert durable
     assert durable.place == "s3://bucket/runs/x"
     assert durable.is_there, "a URL is not asked"
+
+
+def test_an_older_checkpoint_that_is_copied_behind_a_newer_one_does_not_take_its_place(run: RecordedRun) -> None:
+    """As when a run is stopped: the newest one is copied first, then the newest good one."""
+    for at, name, step in ((21, C1, 20), (22, C0, 0)):
+        run.tell(at, Drained(checkpoint=name, step=step, place="s3://bucket/runs/x", bytes=1, seconds=0.1))
+    durable = read_status(run.paths.root).durable
+    assert durable
+    assert (durable.checkpoint, durable.step) == (C1, 20)
+    run.tell(23, incident(0, 20, 24))
+    run.tell(24, rollback_plan(0, C0, 0, (40, 49), discards=(C1,)))
+    durable = read_status(run.paths.root).durable
+    assert durable
+    assert durable.checkpoint == C0
+    run.tell(25, LeftDurableRing(checkpoint=C0, place="s3://bucket/runs/x", reason="the ring is full"))
+    run.tell(26, Drained(checkpoint=C0, step=0, place="s3://bucket/other", bytes=1, seconds=0.1))
+    durable = read_status(run.paths.root).durable
+    assert durable
+    assert durable.place == "s3://bucket/other"
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 3', "\0" * 100_000, "\0\0\n" * 50])

@@ -348,6 +348,15 @@ def test_a_node_that_comes_back_during_an_attempt_waits_for_the_next_one_and_is_
     assert not any("as a spare" in line for line in following.told), following.told
 
 
+def test_a_spare_that_cannot_take_part_says_so_where_it_was_started(paths: RunPaths) -> None:
+    following = Following(paths)
+    following.leads.show(phase="run", members=("a:1:1.0", "somebody else"), unfit={following.place.name: "script"})
+    told = f"{following.place.name} cannot take part: it has other script than a, which leads"
+    following.until(lambda: any(line.startswith(told) for line in following.told))
+    assert following.end() == ["done"]
+    assert sum(line.startswith(told) for line in following.told) == 1
+
+
 def test_what_is_handed_over_is_shown_until_the_leader_orders_to_begin(paths: RunPaths) -> None:
     """Where the leader took this host for lost at an attempt's end, it did not hear of that end."""
     following = Following(paths, ring=f"file://{paths.root.parent}/bucket")

@@ -255,6 +255,7 @@ def test_a_spare_that_would_run_something_else_takes_nobody_s_place(
     crew.gather(1)
     assert crew.waiting == SpareNodes(nodes=(), unfit={"node-3": "script, torch"})
     assert "node-3 cannot take part: it has other script, torch" in crew.said[-1]
+    assert crew.leader._publisher.record.unfit == {"node-3": "script, torch"}, "for it to tell who has started it"
     crew.lose(1)
     crew.tell(2, 2)
     crew.tell(3, 2, **other)
