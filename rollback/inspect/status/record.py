@@ -120,9 +120,10 @@ class RunRecord:
                 self.undrained = fact.error
 
     def _take_copy(self, at: str, fact: facts.Drained | facts.LeftDurableRing) -> None:
-        if isinstance(fact, facts.Drained):  # where its place is another one, the run has another ring now
-            kept = {name: copy for name, copy in self.copied.items() if copy[1].place == fact.place}
-            self.copied, self.undrained = {**kept, fact.checkpoint: (at, fact)}, None
+        if isinstance(fact, facts.Drained):
+            if any(copy[1].place != fact.place for copy in self.copied.values()):
+                self.copied.clear()  # the run has another ring now
+            self.copied[fact.checkpoint], self.undrained = (at, fact), None
         elif (copy := self.copied.get(fact.checkpoint)) is not None and copy[1].place == fact.place:
             del self.copied[fact.checkpoint]
 
