@@ -187,3 +187,10 @@ def test_a_script_whose_forward_cannot_be_seen_is_left_alone() -> None:
         script.run("n")
         loss.backward()
         script.run("s")
+
+
+def test_a_loop_that_is_known_is_not_watched() -> None:
+    """In Lightning, batches that the script leaves out behind an update's first one look as if drawn ahead."""
+    script = Script()
+    script.watch.end()
+    script.run("n f b n s" * 5)
