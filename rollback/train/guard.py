@@ -233,6 +233,11 @@ class Guard:
         been of use, the journal has the reason."""
         self._loop.prober.refuse(why)
 
+    def without_prefetch_watch(self) -> None:
+        """For loops of a library that draw each batch when they train on it: a script may leave batches out there, by
+        which an update looks as if it had drawn one of the next."""
+        self._loop.step_in_progress.trust_draws()
+
     def name_ends(self, max_steps: str, epochs: str = "guard.epochs({})") -> None:
         """Say in these words what has ended the training: for loops of a library, whose users have written neither
         `max_steps` nor `guard.epochs`. `{}` in them stands for the number."""

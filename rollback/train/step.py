@@ -93,6 +93,10 @@ class StepInProgress:
             batch = change(batch)
         return batch
 
+    def trust_draws(self) -> None:
+        """The loop is known to ask for each batch when it trains on it."""
+        self._prefetch.end()
+
     def end_pass(self) -> None:
         """There is no further batch in this pass."""
         self._prefetch.pass_ended()

@@ -45,8 +45,8 @@ class SavedFiles:
             self._append([{"file": _known_as(file), **place._asdict()}])
 
     def has(self, file: str) -> bool:
-        """Whether it was saved in this run."""
-        return _known_as(file) in self._read()
+        """Whether it was saved in this run, or leads to what was, as the link that Lightning makes to its last one."""
+        return not self._read().keys().isdisjoint((_known_as(file), os.path.realpath(file)))
 
     def set_aside(self, place: SavedAt, folders: Iterable[str]) -> None:
         """Training stands there: rename what was saved in `folders` behind it."""

@@ -39,10 +39,13 @@ class Module(lightning.LightningModule):
         for part in (*model.transformer.h, model) if self.watched[0].job.sharded else ():
             fully_shard(part, mesh=mesh["data_parallel"])
 
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch)
+
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> int | None:
         return -1 if batch_idx >= self.watched[0].job.more.get("leave_at", batch_idx + 1) else None
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
         job, accumulate = self.watched[0], self.trainer.accumulate_grad_batches
         position, job.micro = None, batch_idx % accumulate
         if job.run is not None:
@@ -50,7 +53,9 @@ class Module(lightning.LightningModule):
             job.guard = fit.guard
             position, job.micro = job.guard.batch, fit._micro - 1
         job.take(self.trainer.global_step, batch["input_ids"], position)
-        loss: Tensor = self.model(**batch).loss
+        if batch_idx % accumulate in job.job.more.get("left_out", ()):
+            return None
+        loss: Tensor = self(**batch).loss
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.mean.update(loss.detach())
         self.losses.append(loss.detach())

@@ -123,9 +123,13 @@ class PrefetchWatch:
         self._held_back.handed_out()
         self._move(_Act.DRAWS)
         if self._updates >= _WATCHED and not self._held_back.suspected:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            self.end()
+
+    def end(self) -> None:
+        """There is nothing more to watch."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def pass_ended(self) -> None:
         """There is no further batch in this pass."""

@@ -6,6 +6,7 @@ end and begin an earlier one.
 
     Lightning                          here
     fit, _attach_model_callbacks       refuse what cannot be kept exact, before anything is touched
+    _select_ckpt_path                  for a fit there is none
     SaveConfigCallback.setup           saves its file again where the run goes on
     fit_loop.setup_data                takes this object for what fetches batches
     val_loop.reset                     then whether a pass draws from the random states is as the run goes
@@ -66,6 +67,7 @@ class _GuardedFit(GuardedTrainer):
         trainer, loop = self._trainer, self._epoch_loop
         self._replace(trainer, "fit", "save_checkpoint")
         self._replace(trainer._callback_connector, "_attach_model_callbacks")
+        self._replace(trainer._checkpoint_connector, "_select_ckpt_path")
         self._replace_one(trainer._signal_connector, "register_signal_handlers", lambda: None)
         self._replace(self._loop, "setup_data", "run")
         self._replace(loop, "_accumulated_batches_reached", "_update_learning_rates")
@@ -79,16 +81,38 @@ class _GuardedFit(GuardedTrainer):
         ckpt_path: Any = None, *more: Any, **others: Any,
     ) -> Any:  # fmt: skip
         with refusing(status=1):
-            if ckpt_path is not None and self._trainer.is_global_zero:  # other hosts may not have the record
-                known = SavedFiles(attach.run_paths(self._settings.get("run")).root).has(str(ckpt_path))
-                way = "file, load the model from it: load_from_checkpoint"
-                self._leave_aside(ckpt_path, f"ckpt_path={str(ckpt_path)!r}", known, way)
+            if self._trainer.is_global_zero:  # other hosts may not have the record
+                self._leave_saved_file(ckpt_path)
             self._require_first()
             self.require_known(self._trainer)  # callbacks may have come since
             require_known_module(getattr(model, "_orig_mod", model))
         self._leave_saved_config()
         given = train_dataloaders, val_dataloaders, datamodule
         return self._originals["fit"](model, *given, None, *more, **others)
+
+    def _leave_saved_file(self, ckpt_path: Any) -> None:
+        """Of what Lightning would go on from: what the script hands over, or else what Lightning looks for by itself
+        where there is an OnExceptionCheckpoint, or a file for a requeue by Slurm."""
+        trainer, file = self._trainer, ckpt_path
+        if ckpt_path in (None, "last"):
+            fitting = sys.modules[type(trainer.state).__module__].TrainerFn.FITTING
+            with replaced(trainer.state, fn=fitting):
+                file = self._originals["_select_ckpt_path"](
+                    fitting, ckpt_path, model_provided=True, model_connected=False
+                )
+        if file is None:
+            return
+        known = SavedFiles(attach.run_paths(self._settings.get("run")).root).has(str(file))
+        if ckpt_path is None and not known:
+            raise UsageError(
+                f"the Trainer goes on from {file}, and rollback.protect from the run directory",
+                hint="move that file away, or take out what makes Lightning load it",
+            )
+        way = "file, load the model from it: load_from_checkpoint"
+        self._leave_aside(file, f"ckpt_path={str(ckpt_path)!r}", known, way)
+
+    def _select_ckpt_path(self, stage: Any, *given: Any, **others: Any) -> Any:
+        return None if stage == "fit" else self._originals["_select_ckpt_path"](stage, *given, **others)
 
     def _leave_saved_config(self) -> None:
         """A LightningCLI saves its config at each start, and raises where there is one, as another run's. In a run that
@@ -224,11 +248,6 @@ class _GuardedFit(GuardedTrainer):
 
     def _make_guard(self) -> None:
         trainer, loader = self._trainer, self._loader()
-        if self._loop.restarting:
-            raise UsageError(
-                f"the Trainer goes on from {trainer.ckpt_path}, and rollback.protect from the run directory",
-                hint="move that file away, or take out what makes Lightning load it",
-            )
         if not any(group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups):
             raise UsageError(
                 "rollback.protect got a Trainer without an optimizer", hint="return one from configure_optimizers"
@@ -241,6 +260,7 @@ class _GuardedFit(GuardedTrainer):
             "max_steps={}", model=trainer.model, optimizer=trainer.optimizers[0], loader=loader,
             max_steps=None if trainer.max_steps == -1 else trainer.max_steps, **others,
         )  # fmt: skip
+        self.guard.without_prefetch_watch()
         self._state.saved = SavedFiles(self.guard.run)
         self.guard.keep(lightning_counts=self._state.counts, lightning=self._state, lightning_evaluated=self._evaluated)
 

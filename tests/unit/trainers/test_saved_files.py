@@ -66,6 +66,17 @@ def test_a_link_to_what_is_undone_is_renamed_with_it(tmp_path: Path, folder: Pat
     assert names(folder) == ["10.ckpt", "last at 10.ckpt", "undone-20.ckpt", "undone-last at 20.ckpt"]
 
 
+def test_a_link_to_what_this_run_has_saved_is_this_run_s(tmp_path: Path, folder: Path) -> None:
+    """Scripts hand it over to resume from it."""
+    files = SavedFiles(tmp_path / "run")
+    save(files, folder / "10.ckpt", 10)
+    (folder / "another.ckpt").touch()
+    for name in ("10", "another"):
+        (folder / f"last at {name}.ckpt").symlink_to(f"{name}.ckpt")
+    assert files.has(str(folder / "last at 10.ckpt"))
+    assert not files.has(str(folder / "last at another.ckpt"))
+
+
 def test_what_was_saved_between_the_batches_of_an_update_is_renamed_where_that_begins_anew(
     tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
