@@ -102,12 +102,13 @@ class _Script:
             name, start = counted
             if self._loops.carries_on(batches):
                 raise self._by_hand(
-                    batches, f"counts by enumerate from {start} on, which it sets itself",
+                    batches, f"counts by enumerate from {ast.unparse(start)} on, which it sets itself",
                     "let guard.keep keep that count, and add to it in the loop",
                 )  # fmt: skip
-            more = "" if start == "0" else f" + {start}"
+            place: ast.expr = ast.Attribute(ast.Name(inside), "batch_in_epoch")
+            count = place if ast.unparse(start) == "0" else ast.BinOp(place, ast.Add(), start)
             first = batches.body[0]
-            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
+            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {ast.unparse(count)}\n"))
         if epochs is not None:
             given = f"{argument.id}.base_dataloader" if prepared else argument.id
             rehearse = f", rehearse=lambda: next(iter({given}))" if self._leaves_names(batches) else ""
@@ -160,11 +161,10 @@ class _Script:
             node for node in ast.walk(self._loops.tree)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function.name
         ]  # fmt: skip
-        names = parameters_of(function)
-        if len(calls) == 1 and epochs is not None and calls[0] in [*ast.walk(epochs)] and loader.id in names:
-            place = names.index(loader.id)
-            given = [word.value for word in calls[0].keywords if word.arg == loader.id]
-            argument = calls[0].args[place] if place < len(calls[0].args) else given[0] if given else None
+        if len(calls) == 1 and epochs is not None and calls[0] in [*ast.walk(epochs)]:
+            by_place = zip(parameters_of(function), calls[0].args, strict=False)
+            given = [*by_place, *((word.arg, word.value) for word in calls[0].keywords)]
+            argument = next((value for name, value in given if name == loader.id), None)
             if isinstance(argument, ast.Name):
                 return argument
         raise self._by_hand(batches, f"is in {function.name}(), and not called once with its loader as an argument",
@@ -299,10 +299,11 @@ class _Script:
             case [ast.Constant(value=int(first)), last]:
                 match last:
                     case ast.BinOp(left=count, op=ast.Add(), right=ast.Constant(value=more)) if more == first:
-                        many = ast.unparse(count)
-                    case _:
-                        many = f"{ast.unparse(last)} - {first}"
-                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}{rehearse}))"))
+                        pass
+                    case _:  # unparse puts `n or 3` in parentheses
+                        count = ast.BinOp(last, ast.Sub(), ast.Constant(first))
+                many = f"{ast.unparse(count)}{rehearse}"
+                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}))"))
             case _:
                 do = "loop over range(n); what loads a snapshot and sets the first epoch goes out, the guard does that"
                 raise self._by_hand(epochs, f"goes over {ast.unparse(numbers)}", do)
@@ -325,7 +326,10 @@ class _Script:
             lines[-1] += self._line_end
         for node, text in sorted(self._instead, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
             if node.end_lineno != node.lineno:
-                raise UsageError(f"{self._name}, line {node.lineno}: what goes over several lines is not changed here")
+                raise UsageError(
+                    f"{self._name}, line {node.lineno}: what goes over several lines is not changed here",
+                    hint=f"write it on one line: {ast.unparse(node)}",
+                )
             line = lines[node.lineno - 1].encode()  # columns are counted in bytes
             lines[node.lineno - 1] = (line[: node.col_offset] + text.encode() + line[node.end_col_offset :]).decode()
         for behind, text in sorted(self._put, key=lambda edit: edit[0], reverse=True):

@@ -120,6 +120,7 @@ def test_the_loss_of_a_closure_is_told_once_behind_the_step_that_runs_it(step: s
         ("range(0, n)", "guard.epochs(n)"),
         ("range(1, n + 1)", "(1 + done for done in guard.epochs(n))"),
         ("range(1, n)", "(1 + done for done in guard.epochs(n - 1))"),
+        ("range(1, n or 3)", "(1 + done for done in guard.epochs((n or 3) - 1))"),
         ("tqdm(range(n))", "tqdm(guard.epochs(n))"),
     ],
 )
@@ -226,6 +227,27 @@ def test_a_progress_bar_goes_over_the_guard() -> None:
     assert "i = guard.batch_in_epoch" in lines
 
 
+@pytest.mark.parametrize(("start", "counted"), [("1", "1"), ("a if b else 1", "(a if b else 1)")])
+def test_batches_count_from_where_they_did(start: str, counted: str) -> None:
+    body = f"""
+        for i, x in enumerate(loader, start={start}):
+            model(x).sum().backward()
+    """
+    assert f"i = guard.batch_in_epoch + {counted}" in added(body)
+
+
+@pytest.mark.parametrize("parameters", ["model, batches", "model, *, batches"])
+def test_a_function_that_is_given_its_loader_is_given_the_guard(parameters: str) -> None:
+    assert "train(model, batches=guard)" in added(f"""
+        def train({parameters}):
+            for x in batches:
+                model(x).sum().backward()
+
+        for epoch in range(3):
+            train(model, batches=loader)
+    """)
+
+
 def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() -> None:
     needs = """
         for epoch in range(3):
@@ -300,6 +322,10 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
         ),
         ("def rollback(step):\n    pass\n" + SIMPLE, "something of its own `rollback` (line 5)"),
         ("from db import rollback\n" + SIMPLE, "something of its own `rollback` (line 5)"),
+        (
+            "for epoch in range(\n        9):\n    for x in loader:\n        model(x).backward()",
+            "line 5: what goes over several lines is not changed here; write it on one line: range(9)",
+        ),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
         (
             "for epoch in range(first, 9):\n    for x in loader:\n        model(x).backward()",
