@@ -269,7 +269,9 @@ class UnkeptState:
         do."""
         for name, value in _numbers_of(self._state.modules):
             self._numbers.setdefault(name, deque(maxlen=_LOOKS)).append(value)
-        return [name for name, values in self._numbers.items() if len(values) == _LOOKS and goes_on(values)]
+        found = ((name, values) for name, values in self._numbers.items() if len(values) == _LOOKS and goes_on(values))
+        has = self._state.kept.has_attribute  # where a loop of the script's changes it, --adopt puts it back
+        return [name for name, values in found if not has(name.rpartition(".")[2], values[-1])]
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
