@@ -15,6 +15,7 @@ import difflib
 import io
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops
@@ -22,8 +23,15 @@ from rollback.source.observed_losses import observed_losses
 from rollback.source.syntax import Function, Scope, blocks_in, last_name, parameters_of, range_of
 
 
-def guard_diff(source: str, name: str) -> str:
-    """The unified diff that makes the protection of a script explicit.
+class GuardDiff(NamedTuple):
+    """text: the unified diff. keeps: the names of what the guard is handed."""
+
+    text: str
+    keeps: set[str]
+
+
+def guard_diff(source: str, name: str) -> GuardDiff:
+    """What makes the protection of a script explicit.
 
     source: with its byte order mark and the ends of its lines as they are in the file, or the diff would not fit there.
     name: of its file, for the diff and for errors.
@@ -32,7 +40,8 @@ def guard_diff(source: str, name: str) -> str:
     """
     mark = _BYTE_ORDER_MARK if source.startswith(_BYTE_ORDER_MARK) else ""  # no part of the Python
     try:
-        changed = _Script(source.removeprefix(mark), name).protected()
+        script = _Script(source.removeprefix(mark), name)
+        changed = script.protected()
     except SyntaxError as error:
         at = f"line {error.lineno}: " if error.lineno else ""
         raise UsageError(f"{name} is not Python that this interpreter reads: {at}{error.msg}") from error
@@ -44,7 +53,8 @@ def guard_diff(source: str, name: str) -> str:
             hint="give each statement of the training loop a line of its own",
         ) from error
     lines = difflib.unified_diff(_lines_of(source), _lines_of(mark + changed), name, name)
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    text = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    return GuardDiff(text, script.keeps)
 
 
 class _Script:
@@ -56,6 +66,7 @@ class _Script:
         self._scopes = self._loops.scope_of
         self._own = _own_names(self._loops.tree)
         self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
+        self.keeps: set[str] = set()
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
         self._instead: list[tuple[ast.expr, str]] = []
 
@@ -93,6 +104,7 @@ class _Script:
             self._instead.append((argument, guard))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
+            self.keeps.update(made.values())
             self._put.append((outer.lineno - 1, f"{self._indent(outer)}{guard} = rollback.Guard({given})\n"))
             for observed in observed_losses(self._loops.tree, batches, self._by_hand):
                 self._instead += observed.instead
@@ -297,13 +309,10 @@ class _Script:
             case [count] | [ast.Constant(value=0), count]:
                 self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)}{rehearse})"))
             case [ast.Constant(value=int(first)), last]:
-                match last:
-                    case ast.BinOp(left=count, op=ast.Add(), right=ast.Constant(value=more)) if more == first:
-                        pass
-                    case _:  # unparse puts `n or 3` in parentheses
-                        count = ast.BinOp(last, ast.Sub(), ast.Constant(first))
-                many = f"{ast.unparse(count)}{rehearse}"
-                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}))"))
+                many = ast.unparse(ast.BinOp(last, ast.Sub(), ast.Constant(first)))  # `(n or 3) - 1`
+                if isinstance(last, ast.BinOp) and ast.unparse(last) == f"{ast.unparse(last.left)} + {first}":
+                    many = ast.unparse(last.left)
+                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}{rehearse}))"))
             case _:
                 do = "loop over range(n); what loads a snapshot and sets the first epoch goes out, the guard does that"
                 raise self._by_hand(epochs, f"goes over {ast.unparse(numbers)}", do)
