@@ -40,9 +40,12 @@ def adopt(
         ) from error
     diff = guard_diff(source, str(script))
     with answering():
-        sys.stdout.buffer.write(diff.encode(encoding, "replace"))  # the script's own bytes; of its name, what can be
+        sys.stdout.buffer.write(
+            diff.text.encode(encoding, "replace")
+        )  # the script's own bytes; of its name, what can be
     variables = loop_variables(ScriptLoops(source.removeprefix("\ufeff")))
-    if carried := dict.fromkeys((variable.name, variable.line) for variable in variables):
+    unkept = (variable for variable in variables if variable.name not in diff.keeps)
+    if carried := dict.fromkeys((variable.name, variable.line) for variable in unkept):
         names = ", ".join(f"`{name}` (line {line})" for name, line in carried)
         say(
             f"the script hands on from iteration to iteration what a guard does not know: {names}. A resume and a "

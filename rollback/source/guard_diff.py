@@ -15,6 +15,7 @@ import difflib
 import io
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops
@@ -22,8 +23,15 @@ from rollback.source.observed_losses import observed_losses
 from rollback.source.syntax import Function, Scope, blocks_in, last_name, parameters_of, range_of
 
 
-def guard_diff(source: str, name: str) -> str:
-    """The unified diff that makes the protection of a script explicit.
+class GuardDiff(NamedTuple):
+    """text: the unified diff. keeps: the names of what the guard is handed."""
+
+    text: str
+    keeps: set[str]
+
+
+def guard_diff(source: str, name: str) -> GuardDiff:
+    """What makes the protection of a script explicit.
 
     source: with its byte order mark and the ends of its lines as they are in the file, or the diff would not fit there.
     name: of its file, for the diff and for errors.
@@ -32,7 +40,8 @@ def guard_diff(source: str, name: str) -> str:
     """
     mark = _BYTE_ORDER_MARK if source.startswith(_BYTE_ORDER_MARK) else ""  # no part of the Python
     try:
-        changed = _Script(source.removeprefix(mark), name).protected()
+        script = _Script(source.removeprefix(mark), name)
+        changed = script.protected()
     except SyntaxError as error:
         at = f"line {error.lineno}: " if error.lineno else ""
         raise UsageError(f"{name} is not Python that this interpreter reads: {at}{error.msg}") from error
@@ -44,7 +53,8 @@ def guard_diff(source: str, name: str) -> str:
             hint="give each statement of the training loop a line of its own",
         ) from error
     lines = difflib.unified_diff(_lines_of(source), _lines_of(mark + changed), name, name)
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    text = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    return GuardDiff(text, script.keeps)
 
 
 class _Script:
@@ -56,6 +66,7 @@ class _Script:
         self._scopes = self._loops.scope_of
         self._own = _own_names(self._loops.tree)
         self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
+        self.keeps: set[str] = set()
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
         self._instead: list[tuple[ast.expr, str]] = []
 
@@ -93,6 +104,7 @@ class _Script:
             self._instead.append((argument, guard))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
+            self.keeps.update(made.values())
             self._put.append((outer.lineno - 1, f"{self._indent(outer)}{guard} = rollback.Guard({given})\n"))
             for observed in observed_losses(self._loops.tree, batches, self._by_hand):
                 self._instead += observed.instead
@@ -102,12 +114,13 @@ class _Script:
             name, start = counted
             if self._loops.carries_on(batches):
                 raise self._by_hand(
-                    batches, f"counts by enumerate from {start} on, which it sets itself",
+                    batches, f"counts by enumerate from {ast.unparse(start)} on, which it sets itself",
                     "let guard.keep keep that count, and add to it in the loop",
                 )  # fmt: skip
-            more = "" if start == "0" else f" + {start}"
+            place: ast.expr = ast.Attribute(ast.Name(inside), "batch_in_epoch")
+            count = place if ast.unparse(start) == "0" else ast.BinOp(place, ast.Add(), start)
             first = batches.body[0]
-            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
+            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {ast.unparse(count)}\n"))
         if epochs is not None:
             given = f"{argument.id}.base_dataloader" if prepared else argument.id
             rehearse = f", rehearse=lambda: next(iter({given}))" if self._leaves_names(batches) else ""
@@ -160,11 +173,10 @@ class _Script:
             node for node in ast.walk(self._loops.tree)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function.name
         ]  # fmt: skip
-        names = parameters_of(function)
-        if len(calls) == 1 and epochs is not None and calls[0] in [*ast.walk(epochs)] and loader.id in names:
-            place = names.index(loader.id)
-            given = [word.value for word in calls[0].keywords if word.arg == loader.id]
-            argument = calls[0].args[place] if place < len(calls[0].args) else given[0] if given else None
+        if len(calls) == 1 and epochs is not None and calls[0] in [*ast.walk(epochs)]:
+            by_place = zip(parameters_of(function), calls[0].args, strict=False)
+            given = [*by_place, *((word.arg, word.value) for word in calls[0].keywords)]
+            argument = next((value for name, value in given if name == loader.id), None)
             if isinstance(argument, ast.Name):
                 return argument
         raise self._by_hand(batches, f"is in {function.name}(), and not called once with its loader as an argument",
@@ -297,11 +309,9 @@ class _Script:
             case [count] | [ast.Constant(value=0), count]:
                 self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)}{rehearse})"))
             case [ast.Constant(value=int(first)), last]:
-                match last:
-                    case ast.BinOp(left=count, op=ast.Add(), right=ast.Constant(value=more)) if more == first:
-                        many = ast.unparse(count)
-                    case _:
-                        many = f"{ast.unparse(last)} - {first}"
+                many = ast.unparse(ast.BinOp(last, ast.Sub(), ast.Constant(first)))  # `(n or 3) - 1`
+                if isinstance(last, ast.BinOp) and ast.unparse(last) == f"{ast.unparse(last.left)} + {first}":
+                    many = ast.unparse(last.left)
                 self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}{rehearse}))"))
             case _:
                 do = "loop over range(n); what loads a snapshot and sets the first epoch goes out, the guard does that"
@@ -325,7 +335,10 @@ class _Script:
             lines[-1] += self._line_end
         for node, text in sorted(self._instead, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
             if node.end_lineno != node.lineno:
-                raise UsageError(f"{self._name}, line {node.lineno}: what goes over several lines is not changed here")
+                raise UsageError(
+                    f"{self._name}, line {node.lineno}: what goes over several lines is not changed here",
+                    hint=f"write it on one line: {ast.unparse(node)}",
+                )
             line = lines[node.lineno - 1].encode()  # columns are counted in bytes
             lines[node.lineno - 1] = (line[: node.col_offset] + text.encode() + line[node.end_col_offset :]).decode()
         for behind, text in sorted(self._put, key=lambda edit: edit[0], reverse=True):

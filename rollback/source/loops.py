@@ -220,11 +220,11 @@ class ScriptLoops(ScriptFile):
         """The calls by which a loop has so many batches and no more: `islice(loader, 10)`, `zip(range(10), loader)`."""
         return [node for node in ast.walk(loop.iter) if limits_batches(node)]
 
-    def enumerated(self, loop: ast.For) -> tuple[str, str] | None:
+    def enumerated(self, loop: ast.For) -> tuple[str, ast.expr] | None:
         """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
         match loop.target, self.enumeration(loop.iter, loop):
             case ast.Tuple(elts=[ast.Name(id=name), *_]), ast.Call(args=[_, *starts], keywords=words):
-                return name, ast.unparse(starts[0] if starts else words[0].value) if starts or words else "0"
+                return name, next(iter([*starts, *(word.value for word in words)]), ast.Constant(0))
         return None
 
     def carries_on(self, loop: ast.For) -> bool:
@@ -233,7 +233,7 @@ class ScriptLoops(ScriptFile):
             return False
         names = [node for node in ast.walk(loop) if isinstance(node, ast.Name)]
         given = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        return any(isinstance(node, ast.Name) and node.id in given for node in ast.walk(ast.parse(counted[1])))
+        return any(isinstance(node, ast.Name) and node.id in given for node in ast.walk(counted[1]))
 
     def enumeration(self, value: ast.expr, where: ast.AST) -> ast.Call | None:
         """The call of `enumerate` in what is iterated over at `where`, also by way of variables (a progress bar)."""

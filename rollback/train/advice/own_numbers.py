@@ -31,7 +31,10 @@ class OwnNumbers:
                 seen.setdefault(name, deque(maxlen=_LOOKS)).append(value)
 
     def of_modules(self) -> list[str]:
-        return [*_going_on(self._of_modules)]
+        """But for those that --adopt puts back, as where a loop of the script's changes them."""
+        has = self._state.kept.has_attribute
+        found = _going_on(self._of_modules)
+        return [name for name, value in found.items() if not has(name.rpartition(".")[2], value)]
 
     def of_objects(self) -> list[str]:
         """But for those that the object's state has, by whatever name. An object is asked for its state only where it

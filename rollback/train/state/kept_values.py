@@ -73,6 +73,14 @@ class ToldAtEnd:
         raise NotImplementedError
 
 
+class KeptAttribute:
+    """Base of what keeps, and puts back, an attribute of one of the script's objects."""
+
+    def is_attribute(self, name: str, value: float) -> bool:
+        """Whether the attribute is called that, and is that now."""
+        raise NotImplementedError
+
+
 class ScriptState:
     """The kept values of one rank's script, and those of the last restored checkpoint."""
 
@@ -212,6 +220,11 @@ class ScriptState:
         """Whether it is a generator or an object among the values."""
         kept = (item.generator if isinstance(item, KeptGenerator) else item for item in self._objects.values())
         return any(thing is item for item in kept)
+
+    def has_attribute(self, name: str, value: float) -> bool:
+        """Whether an attribute that is called that, and is that now, is among the values."""
+        kept = (item for item in self._objects.values() if isinstance(item, KeptAttribute))
+        return any(item.is_attribute(name, value) for item in kept)
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rollback.source.loop_variables import LoopVariable
 from rollback.train.advice.script_tensors import ModelCopies
 from rollback.train.guard import Guard
-from rollback.train.state.kept_values import ToldAtEnd
+from rollback.train.state.kept_values import KeptAttribute, ToldAtEnd
 from rollback.trainers.adopt.enumeration import ScriptProgress
 from rollback.trainers.adopt.epoch_loop import EpochLoop
 from rollback.trainers.adopt.notices import ScriptNotices
@@ -82,7 +82,7 @@ class RestoredVariable(ABC):
         return state_of(read)
 
 
-class BatchVariable(RestoredVariable):
+class BatchVariable(RestoredVariable, KeptAttribute):
     """In a training loop: what it is at each time."""
 
     _read: ReadVariable | None = None
@@ -102,6 +102,9 @@ class BatchVariable(RestoredVariable):
 
     def begin_anew(self) -> None:
         self.load_state_dict({"first": True})
+
+    def is_attribute(self, name: str, value: float) -> bool:
+        return self._read is not None and name == self._attribute and is_same(state_of(self._read), {"value": value})
 
     def restored_value(self, read: ReadVariable, *, behind: bool = False) -> tuple[Any, ...]:
         """What the script is given in place of what it has, where it asks in its loop over batches, or behind it; none:

@@ -46,7 +46,7 @@ for i in range(5):
 
 def added(body: str) -> list[str]:
     source = dedent(HEAD) + dedent(body)
-    return [line[1:].strip() for line in guard_diff(source, "train.py").splitlines()[2:] if line.startswith("+")]
+    return [line[1:].strip() for line in guard_diff(source, "train.py").text.splitlines()[2:] if line.startswith("+")]
 
 
 def test_a_plain_loop_gets_a_guard_and_tells_its_loss() -> None:
@@ -120,6 +120,7 @@ def test_the_loss_of_a_closure_is_told_once_behind_the_step_that_runs_it(step: s
         ("range(0, n)", "guard.epochs(n)"),
         ("range(1, n + 1)", "(1 + done for done in guard.epochs(n))"),
         ("range(1, n)", "(1 + done for done in guard.epochs(n - 1))"),
+        ("range(1, n or 3)", "(1 + done for done in guard.epochs((n or 3) - 1))"),
         ("tqdm(range(n))", "tqdm(guard.epochs(n))"),
     ],
 )
@@ -132,6 +133,19 @@ def test_epochs_count_as_they_did(epochs: str, guarded: str) -> None:
                 optimizer.step()
     """
     assert f"for epoch in {guarded}:" in added(body)
+
+
+def test_it_says_what_the_guard_is_handed() -> None:
+    scaled = """\
+        scaler = torch.amp.GradScaler("cpu")
+        steps = 0
+        for x in loader:
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            steps += 1
+    """
+    assert guard_diff(dedent(HEAD) + dedent(scaled), "train.py").keeps == {"model", "optimizer", "loader", "scaler"}
 
 
 def test_the_guard_takes_no_name_that_the_script_has_given() -> None:
@@ -162,7 +176,7 @@ def test_what_accelerate_has_prepared_is_handed_over_but_for_loaders_that_are_no
 def test_it_is_handed_over_behind_what_is_registered_for_accelerates_checkpoints() -> None:
     registering = "    if average:\n        accelerator.register_for_checkpointing(average)\n    print()\n"
     source = PREPARED.replace("    for epoch", f"{registering}    for epoch")
-    lines = guard_diff(source, "train.py").splitlines()
+    lines = guard_diff(source, "train.py").text.splitlines()
     place = next(number for number, line in enumerate(lines) if "rollback.protect" in line)
     assert lines[place - 1 : place + 2] == [
         "         accelerator.register_for_checkpointing(average)",
@@ -177,7 +191,9 @@ def test_it_is_handed_over_behind_what_is_registered_for_accelerates_checkpoints
 def test_of_an_optimizer_of_parts_the_whole_model_is_kept(given: str) -> None:
     """Else buffers of the other parts would not go back with a rollback."""
     source = dedent(HEAD).replace("model.parameters()", given) + SIMPLE
-    assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in guard_diff(source, "train.py")
+    assert (
+        "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in guard_diff(source, "train.py").text
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,14 +218,14 @@ def test_an_optimizer_of_several_modules_is_refused_with_what_to_do() -> None:
 
 def test_it_is_indented_as_the_script_is() -> None:
     body = "for x in loader:\n\tfor y in x: pass\n\ta = 1; loss = f(x); loss.backward(); optimizer.step()\n"
-    lines = guard_diff(dedent(HEAD) + body, "train.py").splitlines()
+    lines = guard_diff(dedent(HEAD) + body, "train.py").text.splitlines()
     assert lines[-2:] == [" \ta = 1; loss = f(x); loss.backward(); optimizer.step()", "+\tguard.observe(loss)"]
 
 
 def test_the_import_goes_behind_what_a_file_has_to_begin_with() -> None:
     lines = guard_diff(
         "#!/usr/bin/env python\n# -*- coding: utf-8 -*-\nn = 3\n" + dedent(HEAD) + SIMPLE, "train.py"
-    ).splitlines()
+    ).text.splitlines()
     assert lines[3:6] == [" #!/usr/bin/env python", " # -*- coding: utf-8 -*-", "+import rollback"]
 
 
@@ -224,6 +240,27 @@ def test_a_progress_bar_goes_over_the_guard() -> None:
     assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in lines
     assert "bar = tqdm(enumerate(guard), total=len(loader))" in lines
     assert "i = guard.batch_in_epoch" in lines
+
+
+@pytest.mark.parametrize(("start", "counted"), [("1", "1"), ("a if b else 1", "(a if b else 1)")])
+def test_batches_count_from_where_they_did(start: str, counted: str) -> None:
+    body = f"""
+        for i, x in enumerate(loader, start={start}):
+            model(x).sum().backward()
+    """
+    assert f"i = guard.batch_in_epoch + {counted}" in added(body)
+
+
+@pytest.mark.parametrize("parameters", ["model, batches", "model, *, batches"])
+def test_a_function_that_is_given_its_loader_is_given_the_guard(parameters: str) -> None:
+    assert "train(model, batches=guard)" in added(f"""
+        def train({parameters}):
+            for x in batches:
+                model(x).sum().backward()
+
+        for epoch in range(3):
+            train(model, batches=loader)
+    """)
 
 
 def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() -> None:
@@ -300,6 +337,10 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
         ),
         ("def rollback(step):\n    pass\n" + SIMPLE, "something of its own `rollback` (line 5)"),
         ("from db import rollback\n" + SIMPLE, "something of its own `rollback` (line 5)"),
+        (
+            "for epoch in range(\n        9):\n    for x in loader:\n        model(x).backward()",
+            "line 5: what goes over several lines is not changed here; write it on one line: range(9)",
+        ),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
         (
             "for epoch in range(first, 9):\n    for x in loader:\n        model(x).backward()",

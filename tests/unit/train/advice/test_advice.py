@@ -35,6 +35,7 @@ from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.comm.beat import Beat
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.passes import PLAIN_EPOCH_LOOP
+from rollback.train.state.kept_values import KeptAttribute
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.optimizer import Updates
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
@@ -647,6 +648,41 @@ def test_a_number_of_an_object_that_goes_on_in_each_update_and_is_not_in_its_sta
     told = [fact for fact in said if isinstance(fact, Advice)]
     assert [fact.code for fact in told] == ["numbers-of-objects-not-kept"] * bool(named)
     assert all(f"changes {named}, numbers" in fact.text for fact in told)
+
+
+class KeptNumber(KeptAttribute):
+    """The attribute `seen`, as one that a loop carries is kept with --adopt."""
+
+    def __init__(self, cooling: Cooling) -> None:
+        self._cooling = cooling
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self._cooling.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._cooling.seen = state["value"]
+
+    def is_attribute(self, name: str, value: float) -> bool:
+        return name == "seen" and value == self._cooling.seen
+
+
+def test_a_number_of_a_module_that_is_put_back_is_not_named(tmp_path: Path) -> None:
+    model, other = Cooling("counts"), Cooling("counts")
+    both = nn.ModuleList([model, other])
+    optimizer = torch.optim.SGD(both.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=both, optimizer=optimizer, loader=[torch.ones(1, 2)] * 12, run=tmp_path)
+    other.seen = 5
+    guard.keep(seen=KeptNumber(model))
+    for x in guard:
+        loss = (model(x) + other(x)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    (told,) = [fact.text for fact in said if isinstance(fact, Advice)]
+    assert "changes model.1.seen, numbers" in told
 
 
 @pytest.mark.parametrize("held", ["variable", "buffer", "view of a weight", "gradients", "batch", "read alone"])

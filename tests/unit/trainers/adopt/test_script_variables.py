@@ -118,6 +118,16 @@ def test_of_a_function_that_is_called_again_the_new_variable_counts() -> None:
     assert restored.state_dict() == {"value": 1.0}
 
 
+def test_it_is_the_attribute_of_its_name_once_the_script_has_asked_for_it() -> None:
+    model = SimpleNamespace(tau=0.5)
+    restored = BatchVariable(ScriptProgress(), attribute="tau")
+    assert not restored.is_attribute("tau", 0.5)
+    restored.restored_value(lambda: model.tau)
+    assert restored.is_attribute("tau", 0.5)
+    assert not restored.is_attribute("tau", 0.4), "that is another object's"
+    assert not restored.is_attribute("steps", 0.5)
+
+
 def test_a_text_that_grows_is_too_much_at_some_time() -> None:
     restored = BatchVariable(ScriptProgress())
     restored.restored_value(lambda: "a line\n" * 2000)
