@@ -134,8 +134,9 @@ BEGIN_ANEW = (
     "the checkpoints can be read all the same (`rollback ring list RUN`): begin a new run with one, by "
     "`rollback ring export RUN newest --dcp OUT` and `rollback launch --run NEW --init OUT ...`"
 )
-BRING_BACK = "where the run directory was moved, bring it back to what was written here since: cp -au MOVED/. {}/"
+MOVED = "where the run directory was moved, bring it back to what was written here since: cp -au MOVED/. {}/"
 """Both hold a part of the run, and the same command goes on from the whole."""
+LINKED = "a link has taken the place of {}, which only a start follows: give the same command again"
 RESTORE_THE_JOURNAL = f"restore the file from a copy. If there is none, {BEGIN_ANEW}"
 
 

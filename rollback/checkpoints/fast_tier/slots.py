@@ -111,9 +111,12 @@ def owner_of(slots: SlotPaths) -> Path | None:
 def may_be_of(owner: Path | None, run: Path) -> bool:
     """Whether a tier with the run's id is this run directory's: it says so, or says nothing, or that one has moved.
 
-    It is the run that moves. A job that still ran has made folders for its logs anew where the run was.
+    It is the run that moves. A job that still ran has made folders for its logs anew where the run was, or there is a
+    link to where it is now.
     """
-    return owner is None or owner == run.resolve() or not RunPaths(owner).identity.exists()
+    if owner is None or not RunPaths(owner).identity.exists():
+        return True
+    return os.path.realpath(owner) == os.path.realpath(run)
 
 
 def map_shard(slots: SlotPaths, number: int, rank: int, size: int) -> Region:

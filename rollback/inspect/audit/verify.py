@@ -6,9 +6,11 @@ secret in it: it cannot show that somebody has rewritten a journal from some lin
 
 Then it compares the skip records with the journal: every recorded batch must be in a window of the skip list, a batch
 that was recorded twice under the same conditions must have the same samples, and every batch that the journal calls
-skipped must be in the record of every rank. The lines of the metrics must be those of which their columns were made.
+skipped must be in the record of every rank. The lines of the metrics must be those of which their columns were made. No
+checkpoint or metrics may be from behind the journal's end: a chain does not show that its end is missing.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +18,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollback.errors import ExitCode, JournalDamaged
-from rollback.facts.history import fold, is_in, merge_windows
+from rollback.checkpoints.tiers import locate
+from rollback.errors import ExitCode, JournalDamaged, RunDirectoryError
+from rollback.facts.history import History, fold, is_in, merge_windows
 from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
 from rollback.inspect.audit.passings import CONDITIONS, passings
 from rollback.inspect.document import Document, ReportItem
-from rollback.inspect.record.reading import merge, require_run_directory
+from rollback.inspect.record.reading import lost_lines, merge, require_run_directory
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.journal import examine_journal, of_kind, of_kinds
@@ -92,7 +95,7 @@ def check_integrity(root: Path) -> Integrity:
         records.append(reading.records)
     disagreements = list(_order(records[0], "train")) + list(_order(records[1], "supervisor"))
     if not any(state.broken for state in states):
-        disagreements += _skips(paths, merge(*records))
+        disagreements += _beside(paths, merge(*records))
         disagreements += _shorten(_columns(paths.metrics), "blocks")
     return Integrity(directory=str(root), journals=states, disagreements=disagreements)
 
@@ -104,11 +107,18 @@ def _order(records: list[JournalEntry], journal: str) -> Iterator[str]:
             yield f"journal {journal}, line {record.seq + 1}: attempt {record.attempt} after attempt {before.attempt}"
 
 
-def _skips(paths: RunPaths, records: list[JournalEntry]) -> list[str]:
+def _beside(paths: RunPaths, records: list[JournalEntry]) -> list[str]:
     try:
         history = fold(records)
     except JournalDamaged as error:
         return [error.message]
+    found = _skips(paths, records, history)
+    with contextlib.suppress(OSError, RunDirectoryError):  # of a ring that cannot be read, others tell
+        found += lost_lines(paths, history, [place.manifest for place in locate(paths)])
+    return found
+
+
+def _skips(paths: RunPaths, records: list[JournalEntry], history: History) -> list[str]:
     found: list[str] = []
     identity = read_identity(paths)
     passed = [(record.attempt, fact.window) for record, fact in of_kind(records, PassedOver)]
@@ -202,5 +212,5 @@ def in_words(found: Integrity) -> str:
         case ExitCode.IO:
             lines.append("damaged: the skip records were not looked at")
         case _:
-            lines.append("the journals are what was written; what was recorded beside them does not agree with them")
+            lines.append("what is there of the journals was written so; what was recorded beside them does not agree")
     return "\n".join(map(printable, lines))

@@ -75,6 +75,11 @@ def export(
     Raises UsageError, NoUsableCheckpoint, CheckpointUnusable, RunDirectoryError, RunDoesNotFit or OutputNotWritten.
     """
     require_place(output, run.root)
+    if output.exists() and not output.is_file():
+        raise UsageError(
+            f"{output} is no regular file: tensors are not written to it",
+            hint="name a file; to read a checkpoint and write nothing, `rollback ring verify RUN NAME`",
+        )
     there = huggingface.present(output)
     if there and not force:
         raise UsageError(f"{there[0]} exists already", hint="--force replaces it")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollback.checkpoints.format.manifest import CheckpointFile, FrozenRecord, Manifest
 from rollback.errors import (
-    BRING_BACK,
+    MOVED,
     CheckpointDamaged,
     IndexDamaged,
     RingUnavailable,
@@ -73,7 +73,7 @@ class RingAtUrl:
         record, and RunDirectoryError where that cannot be read."""
         identity = read_identity(self._paths)
         if identity is None:  # it was there before any rank attached
-            hint = BRING_BACK.format(self._paths.root)
+            hint = MOVED.format(self._paths.root)
             raise RunDirectoryError(f"reading {self._paths.identity}: it is gone", hint=hint)
         try:
             indexes = read_indexes(self._store)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollback.errors import BEGIN_ANEW, BRING_BACK, RESTORE_THE_JOURNAL, JournalDamaged, RunDirectoryError, reporting
+from rollback.errors import BEGIN_ANEW, LINKED, MOVED, RESTORE_THE_JOURNAL, JournalDamaged, RunDirectoryError, reporting
 from rollback.facts.fact import drop_fields_set, escape_surrogates
 from rollback.facts.training import AnyFact, Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
@@ -206,12 +206,13 @@ def _read(
     except FileNotFoundError:
         if start == 0:
             return JournalContent([], 0, 0, GENESIS)
-        hint = BRING_BACK.format(path.parent.parent)
+        hint = MOVED.format(path.parent.parent)
         raise RunDirectoryError(f"reading the journal {path}: it is gone", hint=hint) from None
     except OSError as error:
         raise RunDirectoryError(f"reading the journal {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise JournalDamaged(f"reading the journal: {error}") from error
+        linked = LINKED.format(root) if (root := path.parent.parent).is_symlink() else None
+        raise JournalDamaged(f"reading the journal: {error}", hint=linked) from error
 
 
 def _scan(

@@ -16,8 +16,8 @@ from rollback.checkpoints.tiers import Located
 from rollback.config import Settings
 from rollback.environment import ENV_ATTEMPT, host_name
 from rollback.errors import (
-    BRING_BACK,
     LET_IT_BE_READ,
+    MOVED,
     CheckpointForbidden,
     RollbackError,
     RunDirectoryError,
@@ -163,7 +163,7 @@ def _read(paths: RunPaths, identity: Identity | None, history: History, accepted
     if identity is None and (manifests or damaged):
         raise RunDirectoryError(
             f"{paths.root} has checkpoints but no run.json, so it cannot be told whose they are",
-            hint=f"restore run.json from a copy, or use another run directory; {BRING_BACK.format(paths.root)}",
+            hint=f"restore run.json from a copy, or use another run directory; {MOVED.format(paths.root)}",
         )
     return DirectoryContents(
         attempt=int(os.environ.get(ENV_ATTEMPT) or history.last_attempt + 1),

@@ -188,6 +188,17 @@ def test_a_copy_of_a_run_directory_does_not_get_the_original_s_slots(tmp_path: P
     assert slots.owner_of(tier) == tmp_path / "moved"
 
 
+def test_a_run_directory_that_was_moved_and_has_a_link_in_its_place_keeps_its_slots(tmp_path: Path) -> None:
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original/run.json").touch()
+    tier = slots.tier_of(tmp_path, "0123456789abcdef")
+    slots.claim(tier, tmp_path / "original")
+    (tmp_path / "original").rename(tmp_path / "moved")
+    (tmp_path / "original").symlink_to("moved")
+    slots.claim(tier, tmp_path / "original")
+    assert slots.owner_of(tier) == tmp_path / "moved"
+
+
 def test_a_run_id_that_is_a_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError):
         slots.tier_of(tmp_path, "../../somewhere")

@@ -115,6 +115,12 @@ def test_an_earlier_export_is_replaced_with_force_only_and_leaves_none_of_its_fi
     assert (out / "model.safetensors.bak").read_text() == "mine"
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_a_device_is_refused_as_what_it_is(run: tuple[Path, Any], force: bool) -> None:
+    with pytest.raises(UsageError, match="/dev/null is no regular file"):
+        export(ReadableRun.at(run[0]), "newest", Path("/dev/null"), force=force)
+
+
 def export_and_die(run: Path, out: Path, place: int) -> int:
     """Export in a process that is gone before its file operation of that number. Its exit code; 0: it had fewer."""
     if (child := os.fork()) == 0:

@@ -26,6 +26,7 @@ from rollback.cli import app
 from rollback.errors import ExitCode, NoUsableCheckpoint, OutputNotWritten, RollbackError, RunDirectoryError, UsageError
 from rollback.facts.training import BecameGood, Committed, Evicted, Quarantined
 from rollback.inspect.audit.contents import read_run_contents
+from rollback.inspect.audit.verify import check_integrity
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
@@ -630,9 +631,10 @@ def test_lines_that_the_ranks_journal_has_lost_are_told_by_all_who_read_it(
         tell(paths, *left)
     for told in (read_listing(paths.root), read_status(paths.root), read_run_contents(paths.root)):
         assert [f"{paths.train_journal} {said}{OLD}, {MIDDLE}, {NEW}. " in notice for notice in told.notices] == [True]
+    assert check_integrity(paths.root).disagreements == told.notices  # a chain does not show that its end is missing
     hold(paths, alive=True)  # it may have the lines in its memory, for a disk that takes none
     reader = StatusReader(paths.root)
-    assert read_listing(paths.root).notices == reader.read().notices == []
+    assert read_listing(paths.root).notices == reader.read().notices == check_integrity(paths.root).disagreements == []
     hold(paths, alive=False)  # they are lost with it, and nothing says so
     assert [NEW in notice for notice in reader.read().notices] == [True]
 

@@ -365,6 +365,19 @@ def test_a_journal_that_vanishes_while_it_is_read_is_told(path: Path, written: b
     assert str(told.value.hint).endswith(f"cp -au MOVED/. {path.parent.parent}/")
 
 
+def test_of_a_run_directory_that_a_link_has_taken_the_place_of_it_is_said_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "run/journal/train.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    tail = JournalTail(path)
+    tail.new()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run").symlink_to("moved")
+    with pytest.raises(RunDirectoryError, match="a symbolic link is in its path") as told:
+        tail.new()
+    assert "give the same command again" in str(told.value.hint)
+
+
 def test_what_is_appended_while_a_journal_is_read_is_left_to_the_next_reading(
     path: Path, written: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
