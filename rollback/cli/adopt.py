@@ -40,9 +40,8 @@ def adopt(
         ) from error
     diff = guard_diff(source, str(script))
     with answering():
-        sys.stdout.buffer.write(
-            diff.text.encode(encoding, "replace")
-        )  # the script's own bytes; of its name, what can be
+        # The script's own bytes; of its name, what can be.
+        sys.stdout.buffer.write(diff.text.encode(encoding, "replace"))
     variables = loop_variables(ScriptLoops(source.removeprefix("\ufeff")))
     unkept = (variable for variable in variables if variable.name not in diff.keeps)
     if carried := dict.fromkeys((variable.name, variable.line) for variable in unkept):
