@@ -34,16 +34,18 @@ _T = TypeVar("_T")
 
 def refusing(act: "Callable[Concatenate[Guard, _P], _T]") -> "Callable[Concatenate[Guard, _P], _T]":
     """`act` of a guard, which ends the job and not only the attempt where another one would meet the same error again.
-    Behind the end of the rank, or an error in putting a state back, it ends that again."""
+    Behind the end of the rank, or an error in putting a state back, it ends that again. What does not fit in a process
+    that has gone back may fit in a new one, in which the script begins anew: its start is refused if it does not."""
 
     @functools.wraps(act)
     def refusing_act(guard: "Guard", /, *given: _P.args, **others: _P.kwargs) -> _T:
         guard.exit_order.require_none()
         try:
             return act(guard, *given, **others)
-        except (UsageError, RunDoesNotFit) as error:
-            guard.refuse(error)
         except RollbackError as error:
+            may_fit_anew = isinstance(error, RunDoesNotFit) and guard._loop.rewinder.has_gone_back
+            if isinstance(error, UsageError | RunDoesNotFit) and not may_fit_anew:
+                guard.refuse(error)
             guard.exit_order.note(error)
             raise
 

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
+from launching import launching
 from toy import Toy, consumed, facts, files, train
 
-from rollback.errors import RunDoesNotFit
+from rollback.errors import ExitCode, RunDoesNotFit
 from rollback.facts.training import Accepted, Attached, Restored
 
 TOY = Toy(sampler="sequential")  # 400 samples, 100 batches
@@ -55,3 +57,42 @@ def test_accepted_it_goes_on_at_its_position_in_the_new_order_and_rolls_back_ove
     taken = consumed(portrait)
     assert {position: ids[0] for position, ids in taken.items()} == {position: 4 * position for position in taken}
     assert max(taken) == 109
+
+
+LARGER_LATER = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import rollback
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, shuffle=True)
+guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)
+for epoch in guard.epochs(3):
+    if epoch == 2:
+        loader.batch_sampler.batch_size = 8
+    for (x,) in guard:
+        loss = model(x).square().mean() * (float("nan") if guard.batch == 33 else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+torch.save(model.state_dict(), "weights.pt")
+"""
+
+
+def test_a_batch_size_of_a_later_epoch_ends_the_attempt_that_goes_back_over_it_and_not_the_run(tmp_path: Path) -> None:
+    """In a new process the script begins with the size of the first epochs."""
+    ends = []
+    for name, flags in (("back", ()), ("skipped", ("--skip", "33:33"))):
+        (folder := tmp_path / name).mkdir()
+        (folder / "job.py").write_text(LARGER_LATER)
+        with launching(folder, with_torchrun=False, script=folder / "job.py") as launch:
+            status, output = launch.finish("", *flags)
+        assert status == ExitCode.DONE, output
+        ends.append(torch.load(folder / "weights.pt"))
+    first, second = facts(tmp_path / "back" / "runs" / "job", Attached)
+    assert (first.step, second.step) == (0, 0), "the state from before the NaN's epoch"
+    assert torch.equal(ends[0]["weight"], ends[1]["weight"])

@@ -42,7 +42,9 @@ class Rewinder:
         self._checkpoints = checkpoints
         self._restored = run.restored
         self._source: Manifest | StateCopy | None = run.restored
-        self._resumed = run.restored  # while nothing has gone back: the script says then what is to be trained
+        self._resumed = run.restored
+        self.has_gone_back = False
+        """Whether this process has gone back by a plan. Before it has, the script says what is to be trained."""
         self.held: StateCopy | None = None
         """The state before the update in progress, where that can be undone."""
         self.rehearsing = rehearsing
@@ -58,6 +60,7 @@ class Rewinder:
         decision if that is not to go back: then nothing was restored.
         """
         began, reached = time.monotonic(), self._state.counters.step
+        self.has_gone_back = True
         self.before()
         while True:
             self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
@@ -152,9 +155,7 @@ class Rewinder:
         case: Case | None = None,
         screened_out: Window | None = None,
     ) -> None:
-        if cause is RollbackCause.PLAN:
-            self._resumed = None
-        if source is not self._resumed:
+        if self.has_gone_back or source is not self._resumed:
             self._state.switches.put_back(self._state.switches.loaded)
         if cause is not RollbackCause.PROBE:
             self._source = source
