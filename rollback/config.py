@@ -52,6 +52,12 @@ FIRST_PACE = 50
 """Steps between checkpoints where `snapshot_every` is `auto` and no cost has been measured yet."""
 
 
+def _path_of_weights(given: str | os.PathLike[str] | None) -> str | None:
+    if given == "":  # a shell variable that is not set: training would begin with random weights, without a word
+        raise ValueError("it is empty: name a file or a folder, or leave it out")
+    return None if given is None else str(given)
+
+
 class Settings(BaseModel, frozen=True, extra="forbid"):
     """All settings of a guard, valid together. Steps are optimizer updates; batches are positions in the data
     stream."""
@@ -120,7 +126,7 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     accept_structural: bool = Field(
         False, description="go on after a structural stop (exit code 76) although no setting has changed"
     )
-    init: Annotated[str | None, BeforeValidator(lambda path: str(path) if path else None)] = Field(
+    init: Annotated[str | None, BeforeValidator(_path_of_weights)] = Field(
         None, description="begin a new run with these weights: safetensors (file or folder) or a DCP checkpoint; a run "
         "with checkpoints does not read it",
         json_schema_extra={"metavar": "PATH"},

@@ -86,6 +86,7 @@ def test_a_skip_list_of_any_length_is_handed_down() -> None:
         ({"skip": [(5, 2), (5, 2)]}, r"instance of Window \(got"),
         ({"snapshot_every": None}, r"setting snapshot_every: Input should be a valid integer or 'auto' \(got None\)"),
         ({"rewindd": 3}, "no setting 'rewindd'"),
+        ({"init": ""}, "setting init: it is empty"),
         ({"snapshot_every": 0}, "setting snapshot_every: 0 leaves nothing to restore"),
     ],
 )
