@@ -5,7 +5,7 @@ Two kinds: safetensors in Hugging Face's layout, and torch.distributed.checkpoin
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,17 +108,27 @@ def hash_together(hashes: Mapping[str, str]) -> str:
     ).hexdigest()
 
 
+_OTHER_MODEL = "make the model that it was saved from, under the names of its state_dict(), and in the same types"
+_WITHOUT_STATE = (
+    "the optimizer that was saved had no state of these: it did not have them, they were frozen, or they got no "
+    "gradient. Set requires_grad_(False) for what is not trained, or give the weights alone (safetensors): all "
+    "parameters then begin without a state"
+)
+
+
 # What of it is the model's, and the optimizer's ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class JobTensors:
     """What a job has. model: kinds by name. same: for names of one and the same tensor, the first of them. trained: the
-    parameters of the optimizer that have a name."""
+    parameters of the optimizer that have a name. frozen: those of them that get no gradient. An optimizer that has
+    trained without them keeps nothing of them."""
 
     model: Mapping[str, TensorKind]
     same: Mapping[str, str]
     trained: Sequence[str]
+    frozen: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,7 @@ def fit(found: OutsideCheckpoint, job: JobTensors) -> Fitting:
     of_state = {name for names in state.values() for name in names.values()}
     held = {name.removeprefix(prefix): name for name in found.tensors if name.startswith(prefix)}
     named = {job.same[name] for name in job.model if name in held}
+    without_state = [name for name in job.trained if state and name not in state and name not in job.frozen]
     faults = {
         "missing": [name for name in job.model if job.same[name] not in named],
         "not the model's": [n for n, full in held.items() if n not in job.model and full not in of_state],
@@ -147,13 +158,13 @@ def fit(found: OutsideCheckpoint, job: JobTensors) -> Fitting:
             for name, full in held.items()
             if name in job.model and (kind := _kind_of(found.tensors[full])) != job.model[name]
         ],
-        "missing of the optimizer's state": [name for name in job.trained if state and name not in state],
+        "missing of the optimizer's state": without_state,
     }
     if any(faults.values()):
         raise UsageError(
             f"what is in {found.path} does not fit this job; "
             + "; ".join(f"{len(names)} {what}: {first_few(names, _LISTED)}" for what, names in faults.items() if names),
-            hint="make the model that it was saved from, under the names of its state_dict(), and in the same types",
+            hint=_WITHOUT_STATE if without_state and sum(map(bool, faults.values())) == 1 else _OTHER_MODEL,
         )
     model = {name: held[name] for name in job.model if name in held}
     return Fitting(model, state, len(found.tensors) - len(model) - len(of_state))

@@ -46,6 +46,8 @@ class _Noticed:
     unscaled: bool = False
     stepped: tuple[Tensor, int, Tensor] | None = None
     carried: bool | None = None
+    found: tuple[Tensor, ...] = ()
+    """Of a sharded telltale: whether each backward found a gradient there that was not zero."""
     last: tuple[int, int] | None = None
     additions: int = 0
     """Backwards that added to the gradients of the one before."""
@@ -74,7 +76,7 @@ class Habits:
         updates.on_forget.append(self._forget)
         if telltale is None:
             return
-        self._watch = BackwardWatch(model, telltale, self._accumulated)
+        self._watch = BackwardWatch(model, telltale, self._accumulated, self._before_backward)
         self._hook = optimizer.register_step_post_hook(weak_hook(self._after_step))
         ddp = ddp_inside(model)
         if ddp is not None and ddp.process_group.size() > 1:  # one rank alone exchanges nothing
@@ -111,7 +113,7 @@ class Habits:
             written=now.written,
             while_scaled=now.while_scaled,
             late=_was_late(*now.stepped) if now.stepped is not None else None,
-            carried=now.carried,
+            carried=bool(torch.stack(now.found).all()) if now.found else now.carried,
             undivided=all(now.undivided) if accumulated and len(now.undivided) >= batches else None,
             always_averaged=now.unaveraged == 0 if accumulated and now.averaged >= batches else None,
         )
@@ -122,9 +124,9 @@ class Habits:
         now.stepped = None
         if gradient is not None:
             version = storage_version(gradient)
-            if self._used is not None:
+            if self._used is not None and not is_sharded(gradient):
                 used, count = self._used
-                count += 1 + is_sharded(used)  # FSDP2 adds to the part, which counts on the whole too
+                count += 1
                 self._used = used, count
                 now.carried = version == (storage_version(used)[0], count)
             if now.last is not None:
@@ -136,6 +138,15 @@ class Habits:
             return
         if self._looks > 0 and (undivided := self._loss_is_undivided()) is not None:
             now.undivided += (undivided,)
+
+    @torch.no_grad()
+    def _before_backward(self) -> None:
+        """A backward of a sharded model begins. Versions do not tell whether the gradient was set to zero: torch counts
+        no write to many sharded tensors at once, and how FSDP2's addition counts depends on whose memory they share."""
+        if self._used is not None and self._telltale is not None:
+            gradient = self._gradient()
+            none = local_of(self._telltale).new_zeros((), dtype=torch.bool)
+            self._now.found += (none if gradient is None else local_of(gradient).any(),)
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -81,7 +81,8 @@ def _tensors_of(state: TrainingState) -> JobTensors:
         for name, item in live.items()
     }
     kinds = {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in live.items()}
-    return JobTensors(kinds, same, [name for name in state.trained_names() if name is not None])
+    trained = {name: item for name, item in zip(state.trained_names(), state.trained, strict=True) if name is not None}
+    return JobTensors(kinds, same, [*trained], {name for name, item in trained.items() if not item.requires_grad})
 
 
 def _load(found: OutsideCheckpoint, fitting: Fitting, state: TrainingState, ranks: Ranks) -> None:

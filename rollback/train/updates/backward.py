@@ -47,11 +47,17 @@ class BackwardWatch:
     """Calls the method `act` in each backward, for as long as its object and this one live.
 
     act: gets nothing, or the tensor that was reached. model: as the script calls it; None: not known, and no backward
-    is seen where the telltale is sharded.
+    is seen where the telltale is sharded. begin: where it is, called when a backward begins.
     """
 
-    def __init__(self, model: nn.Module | None, telltale: nn.Parameter | None, act: Callable[..., None]) -> None:
-        self._act = act
+    def __init__(
+        self,
+        model: nn.Module | None,
+        telltale: nn.Parameter | None,
+        act: Callable[..., None],
+        begin: Callable[[], None] | None = None,
+    ) -> None:
+        self._act, self._begin = act, begin
         self._seen = False
         self._hooks: list[Any] = []
         if telltale is None:
@@ -75,6 +81,8 @@ class BackwardWatch:
     def _backward_begins(self, _: Tensor) -> None:
         if not self._seen:  # of several outputs the first one
             self._seen = True
+            if self._begin is not None:
+                self._begin()
             at_end_of_backward(lambda: at_end_of_backward(self._end))  # FSDP2 sets gradients at its end too
 
     def _end(self) -> None:

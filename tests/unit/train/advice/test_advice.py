@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,11 +62,12 @@ class Script:
     """Gradients are set to zero in front of each first backward of an update; whether to None."""
     held_back: bool = False
     """FSDP2 sums the gradients over the ranks once for each update."""
+    bias: bool = True
 
     def codes(self) -> list[str]:
         """Codes of the advice that it gets."""
         torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        model: Any = nn.Sequential(nn.Linear(4, 8, self.bias), nn.Tanh(), nn.Linear(8, 1, self.bias))
         if self.sharded:
             fully_sharded(model)
         optimizer = self.optimizer(model.parameters(), lr=1e-3)
@@ -889,6 +891,19 @@ def test_gradients_that_are_set_to_zero_in_front_of_the_backward_are_innocent(
 ) -> None:
     script = Script(tmp_path, by(accumulate), only_stepping, accumulate=accumulate, sharded=sharded)
     assert replace(script, zero_before=set_to_none).codes() == []
+
+
+@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_so_it_is_with_sharded_layers_of_one_parameter_or_two_and_with_zeros_that_torch_does_not_count(
+    tmp_path: Path, foreach: bool, bias: bool, carried: bool
+) -> None:
+    """FSDP2 puts the gradients of a layer into one memory: an addition to one of them counts for all."""
+    update = only_stepping if carried else stepping(set_to_none=False)
+    script = Script(tmp_path, plain, update, optimizer=partial(torch.optim.SGD, foreach=foreach), bias=bias)
+    with one_rank():
+        assert replace(script, sharded=True).codes() == ["gradients-carried"] * carried
 
 
 # --- clipped while scaled ---------------------------------------------------------------------------------------------

@@ -90,6 +90,31 @@ def test_a_run_of_ours_exported_for_dcp_begins_another_run(tmp_path: Path) -> No
     assert two.tensors == three.tensors
 
 
+def test_of_a_frozen_parameter_no_state_is_awaited_and_what_there_is_comes_along(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved = nn.Linear(4, 3)
+    saved.bias.requires_grad_(False)
+    its = torch.optim.AdamW(saved.parameters())
+    saved(torch.ones(2, 4)).sum().backward()
+    its.step()
+    state = {"model": get_model_state_dict(saved), "optim": get_optimizer_state_dict(saved, its)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for kind, frozen in (("bias", ["bias"]), ("both", ["bias", "weight"]), ("none", [])):
+        model = nn.Linear(4, 3)
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if not frozen:
+            with pytest.raises(UsageError, match="1 missing of the optimizer's state: bias") as caught:
+                begin(tmp_path / kind, tmp_path / "dcp", model, optimizer)
+            assert "they were frozen" in str(caught.value.hint)
+            continue
+        begin(tmp_path / kind, tmp_path / "dcp", model, optimizer).close()
+        assert same(model.state_dict(), saved.state_dict())
+        assert same(optimizer.state[model.weight], its.state[saved.weight])
+        assert not optimizer.state.get(model.bias)
+
+
 def test_nothing_is_touched_where_something_does_not_fit(tmp_path: Path) -> None:
     saved, _ = objects(3)
     state = saved.state_dict()
