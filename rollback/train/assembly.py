@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rollback.checkpoints import tiers
+from rollback.errors import RollbackError
 from rollback.ring.drainer import Drainer
 from rollback.ring.shard_copier import ShardCopier
 from rollback.train.advice.advisor import Advisor
@@ -85,12 +86,18 @@ def _checkpoint_side(
 
 
 def assemble(
-    run: AttachedRun, state: TrainingState, model: nn.Module, loader: Any, max_steps: int | None, if_refused: ExitStack
+    run: AttachedRun,
+    state: TrainingState,
+    model: nn.Module,
+    loader: Any,
+    max_steps: int | None,
+    if_refused: ExitStack,
+    refuse: Callable[[RollbackError], object],
 ) -> TrainingLoop:
     """Collective: make the loop of a guard that has attached to this run.
 
     if_refused: its exits are what is to be done where no guard comes of it, whatever was raised: the script may catch
-    that and go on, without a guard or with another one.
+    that and go on, without a guard or with another one. refuse: ends the job from within the script's training.
     """
     stop = StopRequest()
     if_refused.callback(stop.give_up)  # behind all else: it may end this process
@@ -124,7 +131,7 @@ def assemble(
     )  # fmt: skip
     lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
     if_refused.callback(lowered_rate.end)
-    prefetch = PrefetchWatch(model, optimizer, updates.telltale)
+    prefetch = PrefetchWatch(model, optimizer, updates.telltale, refuse)
     step = StepInProgress(state, updates, evidence, advisor, prefetch, heartbeat)
     passes = Passes(cursor, objects.values(), state.switches)
     requests = Requests(run, stop, judge, checkpoints, skips, cursor)

@@ -106,7 +106,7 @@ class Guard:
                 settings, end, state = ranks.agreed(checked)
                 arguments.check_alike(settings, end, run, ranks)
                 attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
-                self._loop = loop = assemble(attached, state, model, loader, end, if_refused)
+                self._loop = loop = assemble(attached, state, model, loader, end, if_refused, weak_hook(self.refuse))
                 ranks.agreed(functools.partial(end_with_supervisor, weak_hook(loop.last_snapshot.keep)))
                 if_refused.pop_all()
                 loop.failures.replace_earlier()
@@ -161,7 +161,8 @@ class Guard:
         """
         if self._loop.passes.state is PassState.NONE:
             self._begun_by_next = iter(self)  # a script may call next() alone
-        return self._loop.next_batch()
+        with self._loop.step_in_progress.asking:
+            return self._loop.next_batch()
 
     def close(self, *, given_up: bool = False) -> None:
         """End the guard: wait for the disk, report the last incident's end. Not collective; called at exit anyway.

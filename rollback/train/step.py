@@ -38,6 +38,7 @@ class StepInProgress:
         self._evidence = evidence
         self._advisor = advisor
         self._prefetch = prefetch
+        self.asking = prefetch.asking
         self.updates = updates
         self.heartbeat = heartbeat
         heartbeat.activity.evaluates = weak_hook(self.evaluates)

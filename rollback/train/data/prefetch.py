@@ -17,12 +17,14 @@ leaves out a batch, or that draws all batches of an update first:
 | hand out, step (in its closure: forward, backward) | a step that is given a closure       | no     |
 
 `_MOVES` says the same act by act. `HeldBack` has another table, for scripts whose batches are late by a whole update. A
-script that draws in a thread beside the one that trains, as a prefetcher around the guard does, is told so where it
-trains: what is raised in the thread is often heard by nobody.
+script that draws in a thread beside the one that trains, as a prefetcher around the guard does, is refused where it
+trains: what is raised in the thread is often heard by nobody. Where reading takes longer than an update, such a thread
+never has two batches to spare; but it waits for the next one while the other trains.
 """
 
 import inspect
 import threading
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -76,19 +78,42 @@ _MOVES: dict[tuple[_Stage, _Act], _Stage] = {
 """What is not here moves nothing."""
 
 
+class Asking:
+    """Within it a thread asks the guard for a batch, and waits for it."""
+
+    thread: int | None = None
+
+    def __enter__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self.thread = None
+
+
 class PrefetchWatch:
     """Watches one rank's script during its first updates. Does nothing where it cannot see the model's forward.
 
-    model: the model as the script calls it. telltale: see `BackwardWatch`; None: there is none.
+    model: the model as the script calls it. telltale: see `BackwardWatch`; None: there is none. refuse: ends the job
+    where a thread draws ahead, from within the script's training.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, telltale: nn.Parameter | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        telltale: nn.Parameter | None,
+        refuse: Callable[[UsageError], object],
+    ) -> None:
+        self.asking = Asking()
+        self._refuse = refuse
         self._stage = _Stage.BEGUN
         self._updates = 0
         self._late = 0
         """Updates in a row that were made with a batch in hand that no forward had had: one may be left out."""
         self._drawn, self._drawn_in = 0, 0
         """Batches that were handed out behind the last forward, and the thread in which the last one was."""
+        self._trained_in = 0
+        """The thread of the last forward behind a batch. A backward may compute it again, in a thread of its own."""
         self._held_back = HeldBack()
         self._hooks: list[Any] = []
         if telltale is not None and not is_compiled(model):
@@ -105,7 +130,7 @@ class PrefetchWatch:
         """A batch was handed out. Raises UsageError where this was too early."""
         if not self._hooks:
             return  # nothing moves any more
-        if self._stage is _Stage.AHEAD:
+        if self._stage is _Stage.AHEAD and self._trained_in == threading.get_ident():  # else it is told there
             raise UsageError(
                 "the script draws its next batch before optimizer.step() of the one before: the guard could not tell "
                 "which batches an update was made of, and a run that resumes would leave one out",
@@ -136,16 +161,13 @@ class PrefetchWatch:
         self._held_back.pass_ended()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and module.training:
-            drawn, self._drawn = self._drawn, 0
-            if drawn > 1 and threading.get_ident() != self._drawn_in:
-                raise UsageError(
-                    "a thread draws batches from the guard ahead of the one that trains on them: the guard could not "
-                    "tell which batches an update was made of, and what it does between two updates would be done "
-                    "within one",
-                    hint="loop over the guard in the thread that trains. To have data read meanwhile, use a DataLoader "
-                    "with num_workers and pin_memory",
-                )
+        if not module.training:
+            return
+        drawn, self._drawn = self._drawn, 0  # also by one without gradients, which a backward computes again
+        if drawn:
+            self._trained_in = threading.get_ident()
+        if torch.is_grad_enabled():
+            self._require_turns(ahead=drawn > 1 or self._stage is _Stage.AHEAD)
             self._move(_Act.FORWARD)
             self._held_back.forward()
 
@@ -157,8 +179,25 @@ class PrefetchWatch:
         self._move(_Act.UPDATE)
         if self._late > 1:
             self._stage = _Stage.AHEAD
+        self._require_turns(ahead=self._stage is _Stage.AHEAD)
         self._updates += 1
         self._held_back.updated()
+
+    def _require_turns(self, *, ahead: bool) -> None:
+        """Called in the thread that trains. Another one may draw the batches, but each in its turn.
+
+        ahead: whether the last batch was drawn too early, if another thread has drawn it."""
+        here = threading.get_ident()
+        if self.asking.thread in (None, here) and (self._drawn_in == here or not ahead):
+            return
+        self._refuse(
+            UsageError(
+                "a thread draws batches from the guard ahead of the one that trains on them: the guard could not tell "
+                "which batches an update was made of, and what it does between two updates would be done within one",
+                hint="loop over the guard in the thread that trains. To have data read meanwhile, use a DataLoader "
+                "with num_workers and pin_memory",
+            )
+        )
 
 
 class HeldBack:

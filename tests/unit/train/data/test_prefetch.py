@@ -1,16 +1,24 @@
 """A script that draws its next batch within an open update is told from those that only look like it."""
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from sharding import fully_sharded
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
+import rollback
 from rollback.errors import UsageError
 from rollback.train.data.prefetch import PrefetchWatch
+
+
+def raise_it(error: UsageError) -> None:
+    raise error
 
 
 class Script:
@@ -22,7 +30,7 @@ class Script:
         if sharded:
             fully_sharded(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
-        self.watch = PrefetchWatch(self.model, self.optimizer, self.model.bias)
+        self.watch = PrefetchWatch(self.model, self.optimizer, self.model.bias, raise_it)
         self.losses: list[torch.Tensor] = []
 
     def closure(self) -> torch.Tensor:
@@ -64,14 +72,18 @@ class Script:
             next(one()) if act == "n" else self.run(act)
 
     def run_beside(self, acts: str) -> None:
-        """Batches are asked for in a thread, and no further one until it has ended."""
-        for act in acts.replace(" ", ""):
-            if act != "n":
-                self.run(act)
-                continue
-            thread = threading.Thread(target=self.run, args=("n",))
-            thread.start()
-            thread.join()
+        """Batches are asked for in a thread, and no further one until it has ended. At `a` one asks, and gets the batch
+        at the `n` to come."""
+        with ThreadPoolExecutor(1) as thread:
+            for act in acts.replace(" ", ""):
+                match act:
+                    case "a":
+                        thread.submit(self.watch.asking.__enter__).result()
+                    case "n":
+                        thread.submit(self.run, "n").result()
+                        thread.submit(self.watch.asking.__exit__).result()
+                    case _:
+                        self.run(act)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +213,16 @@ def test_a_script_whose_forward_cannot_be_seen_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "acts", ["n n f", "n f b s n n f", "n f b n n s f"], ids=["at first", "behind a step", "within one"]
-)
+    "acts",
+    [
+        "n n f", "n f b s n n f", "n f b n n s f", "n f n b n s", "n f b n s" * 2, "n f n b n f", "a n a f",
+        "a n f a b s",
+    ],
+    ids=[
+        "at first", "behind a step", "within one", "within a backward", "within two", "in an accumulation",
+        "waits while a forward runs", "or an update",
+    ],
+)  # fmt: skip
 def test_a_thread_that_draws_ahead_is_told_where_the_script_trains(acts: str) -> None:
     script = Script()
     with pytest.raises(UsageError, match="a thread draws batches from the guard ahead of the one that trains"):
@@ -210,7 +230,51 @@ def test_a_thread_that_draws_ahead_is_told_where_the_script_trains(acts: str) ->
 
 
 def test_a_thread_that_draws_each_batch_when_it_is_its_turn_is_none_that_draws_ahead() -> None:
-    Script().run_beside("n f b s" * 20)
+    Script().run_beside("a n f b s" * 20)
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Its second sample comes when it is told to come."""
+
+    def __init__(self) -> None:
+        self.asked, self.comes = Event(), Event()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 1:
+            self.asked.set()
+            assert self.comes.wait(60)
+        return torch.ones(2)
+
+
+def test_a_thread_that_waits_for_the_guard_while_another_one_trains_ends_the_training(tmp_path: Path) -> None:
+    """Where reading takes longer than an update, it never has a batch to spare."""
+    data, model = Slow(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=DataLoader(data), run=tmp_path / "run")
+    with ThreadPoolExecutor(1) as thread:
+        batches = iter(guard)
+        batch = thread.submit(next, batches).result()
+        thread.submit(next, batches)
+        assert data.asked.wait(60)
+        try:
+            with pytest.raises(UsageError, match="a thread draws batches from the guard ahead"):
+                model(batch)
+        finally:
+            data.comes.set()
+    with pytest.raises(UsageError, match="a thread draws batches from the guard ahead"):
+        next(batches)
+
+
+def test_a_backward_that_computes_the_forward_again_in_a_thread_of_its_own_is_none_that_trains() -> None:
+    """As on a GPU, of a model that is checkpointed as a whole."""
+    script = Script()
+    script.run("n n e")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(script.run, "f").result()
+    script.run("b s")
 
 
 def test_a_loop_that_is_known_is_not_watched() -> None:
