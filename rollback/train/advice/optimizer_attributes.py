@@ -9,7 +9,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +20,8 @@ from rollback.train.updates.hooks import weak_hook
 _UPDATES = 4  # in a row, in all of which they must change, behind the first one: many attributes are made in that
 _OF_TORCH = frozenset(("state", "param_groups", "defaults", "_step_count"))
 """In each optimizer; the last one by schedulers of earlier versions."""
+_LARGEST = 1e300
+"""A Python int may exceed each float, as one whose bits say which samples were seen. Such a number is no count."""
 _Print = list[tuple["weakref.ref[Tensor]", int]]
 
 
@@ -85,9 +87,19 @@ def tells_itself(optimizer: Optimizer) -> bool:
     return kind.state_dict is not Optimizer.state_dict or bool(optimizer._optimizer_state_dict_post_hooks)
 
 
+def numbers_of(thing: object) -> dict[str, float]:
+    """Those that it has as attributes."""
+    own = [*getattr(thing, "__dict__", {}).items()]
+    return {name: value for name, value in own if type(value) in (int, float) and is_moderate(value)}
+
+
+def is_moderate(number: object) -> TypeGuard[float]:
+    """Whether it is a real number that may be reckoned with as a float."""
+    return isinstance(number, int | float) and abs(number) <= _LARGEST
+
+
 def _numbers_of(optimizer: Optimizer) -> dict[str, float]:
-    own = vars(optimizer).items()
-    return {name: value for name, value in own if type(value) in (int, float) and name not in _OF_TORCH}
+    return {name: value for name, value in numbers_of(optimizer).items() if name not in _OF_TORCH}
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[tuple[str, list[Tensor]]]:

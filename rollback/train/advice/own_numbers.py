@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from rollback.train.advice.optimizer_attributes import goes_on
+from rollback.train.advice.optimizer_attributes import goes_on, is_moderate, numbers_of
 from rollback.train.introspection import is_of_own_file
 from rollback.train.state.module_buffers import NUMBERS_KEPT
 from rollback.train.state.state import TrainingState
@@ -65,9 +65,8 @@ class OwnNumbers:
 
 
 def _numbers_of(thing: object, owner: str) -> Iterator[tuple[str, float]]:
-    for name, value in getattr(thing, "__dict__", {}).items():
-        if type(value) in (int, float):
-            yield f"{owner}.{name}", value
+    for name, value in numbers_of(thing).items():
+        yield f"{owner}.{name}", value
 
 
 def _going_on(seen: dict[str, deque[float]]) -> dict[str, float]:
@@ -77,7 +76,6 @@ def _going_on(seen: dict[str, deque[float]]) -> dict[str, float]:
 
 def _numbers_in(state: object) -> Iterator[float]:
     for leaf in tree_leaves(state):
-        if type(leaf) is Tensor and leaf.numel() == 1:
-            yield leaf.item()
-        elif isinstance(leaf, int | float):
-            yield leaf
+        number = leaf.item() if type(leaf) is Tensor and leaf.numel() == 1 else leaf
+        if is_moderate(number):
+            yield number

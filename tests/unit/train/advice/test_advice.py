@@ -612,24 +612,31 @@ class Average:
 
     def __init__(self, model: nn.Module, kind: str) -> None:
         self.kind, self.decay, self.updates = kind, 0.99, 0
+        self.seen = 1
+        """By bits, of samples."""
         self.shadow = {name: value.clone() for name, value in model.state_dict().items()}
 
     def update(self, model: nn.Module) -> None:
         self.updates += self.kind != "stays"
+        self.seen <<= 1000 * (self.kind == "large")
         for name, value in model.state_dict().items():
             self.shadow[name].lerp_(value, 1 - min(self.decay, self.updates / (10 + self.updates)))
 
     def state_dict(self) -> dict[str, Any]:
         count = {"number": {"n": self.updates}, "tensor": {"n": torch.tensor(self.updates)}}
-        return {"shadow": self.shadow, **count.get(self.kind, {})}
+        return {"shadow": self.shadow, "phase": torch.tensor(1j), "seen": self.seen, **count.get(self.kind, {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.shadow = state["shadow"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("counts", "average.updates"), ("number", None), ("tensor", None), ("stays", None)]
-)
+    ("kind", "named"),
+    [
+        ("counts", "average.updates"), ("large", "average.updates"), ("number", None), ("tensor", None),
+        ("stays", None),
+    ],
+)  # fmt: skip
 def test_a_number_of_an_object_that_goes_on_in_each_update_and_is_not_in_its_state_is_named(
     tmp_path: Path, kind: str, named: str | None
 ) -> None:
