@@ -812,6 +812,20 @@ def test_what_a_job_gives_up_while_a_url_is_read_is_no_damage(run: RecordedRun, 
     assert f"{NAMES[1]} left the ring while it was looked at" in found.notices
 
 
+@pytest.mark.usefixtures("bucket")
+def test_what_leaves_with_its_frozen_weights_while_a_url_is_read_is_no_damage(run: RecordedRun) -> None:
+    at_url = opened(run.paths)
+    for name in NAMES:
+        put(at_url, run.paths, name)
+    needing = [name for name in NAMES if read_manifest(run.paths.checkpoint(name)).frozen is not None]
+    with readable(URL) as place:
+        for name in needing:
+            at_url.evict(name)
+        found = verify(place)
+    assert [entry.checkpoint for entry in found.checkpoints] == [name for name in NAMES if name not in needing]
+    assert [f"{name} left the ring while it was looked at" in found.notices for name in needing] == [True, True]
+
+
 def test_who_reads_a_url_that_does_not_answer_is_told_what_the_command_waits_for(
     run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

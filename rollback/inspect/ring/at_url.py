@@ -55,10 +55,10 @@ class ReadableRun:
         try:
             doing = f"copying {checkpoint} of {self.name} into a temporary directory"
             with reporting(OutputNotWritten, doing, _ROOM), self.store.told_if_stuck(say):
-                if (needed := manifest.frozen) is not None and not frozen.is_there(paths, needed):
-                    paths.frozen.mkdir(exist_ok=True)  # what many checkpoints have is fetched once
-                    self.store.get_file(frozen_key(needed), paths.frozen / needed.file, needed.written)
                 try:
+                    if (needed := manifest.frozen) is not None and not frozen.is_there(paths, needed):
+                        paths.frozen.mkdir(exist_ok=True)  # what many checkpoints have is fetched once
+                        self.store.get_file(frozen_key(needed), paths.frozen / needed.file, needed.written)
                     for file in manifest.files:
                         key = checkpoint_key(checkpoint, file.name)
                         self.store.get_files(key, directory / file.name, file.contents)
