@@ -134,7 +134,7 @@ class Attempts:
 
     @contextlib.contextmanager
     def _its_error_on_record(self) -> Iterator[None]:
-        """For what comes before an attempt: what is raised there ends the run."""
+        """For an attempt, and for what comes before it: what is raised there ends the run."""
         try:
             yield
         except RollbackError as error:
@@ -157,9 +157,7 @@ class Attempts:
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
         """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""
         began = time.monotonic()
-        with contextlib.ExitStack() as over:
-            with self._its_error_on_record():
-                running = over.enter_context(self._host.attempt(attempt, self._nodes.group))
+        with self._its_error_on_record(), self._host.attempt(attempt, self._nodes.group) as running:
             self._own_journal.attempt = attempt
             self._note_start(running)
             status, ended = self._watch(running)

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ from rollback.supervisor.torchrun.processes import (
     reap,
     send,
     start,
+    until_ended,
 )
 from rollback.supervisor.torchrun.standby import Standby
 from rollback.supervisor.torchrun.start_conditions import conditions_of
@@ -142,14 +144,17 @@ class Running:
         """
         beats = self.beats()
         told = {(rank, signal.SIGTERM) for rank in living_ranks(beats, self._paths).values()}
-        if not guarded:
-            told |= {(process, number) for process in ranks_of(self.pid) for number in signals}
-        new = told - self._told
-        if new and not guarded:
-            self._torchrun.send_signal(signal.SIGTERM)
-        for process, number in new:
-            send([process], number)
-        self._told |= told
+        try:
+            if not guarded:
+                told |= {(process, number) for process in ranks_of(self.pid) for number in signals}
+            new = told - self._told
+            if new and not guarded:
+                self._torchrun.send_signal(signal.SIGTERM)
+            for process, number in new:
+                send([process], number)
+                self._told.add((process, number))
+        except OSError:  # no descriptor is free to look at them: who was not told yet is told at the next call
+            return True
         return bool(self._told or beats)
 
     def beats(self) -> dict[int, Heartbeat]:
@@ -207,8 +212,9 @@ class Running:
             if not ask_for_last_snapshot(self._paths, self.attempt, last, stopped):
                 ranks = living_ranks(self.beats(), self._paths)
                 self.ended_ranks = ranks.keys()
-                send(ranks.values(), signal.SIGKILL)
-                psutil.wait_procs(ranks.values(), timeout=_GONE)
+                with contextlib.suppress(OSError):  # no descriptor is free to look at them: they end with the attempt
+                    send(ranks.values(), signal.SIGKILL)
+                    psutil.wait_procs(ranks.values(), timeout=_GONE)
                 # Now torchrun has somebody speak for this host.
                 ask_for_last_snapshot(self._paths, self.attempt, last, begins_within=_SPEAKER)
         self._torchrun.kill()
@@ -230,6 +236,7 @@ class Host:
         self._paths, self._job = options.paths, options.job
         self._guarded, self._started, self._audience = options.expects_guard, 0, audience
         self._run_id = str(uuid.uuid4())
+        self._supervisor = name_process(os.getpid())  # once: to look needs a descriptor, which may lack later
         self._standby = Standby()
         self._standby_of: int | None = None  # the attempt in which it was started
         self._meeting: Callable[[], list[psutil.Process]] | None = None
@@ -257,9 +264,13 @@ class Host:
 
     def end_leftovers(self, say: Callable[[str], None]) -> None:
         """End the processes that a killed supervisor left on this host. Call it while holding the run directory."""
-        if remains := leftovers(self._paths):
-            say(f"ending {len(remains)} processes that an earlier supervisor left behind")
-            end_all(lambda: leftovers(self._paths), patience=_PATIENCE_WITH_LEFTOVERS)
+
+        def end() -> None:
+            if remains := leftovers(self._paths):
+                say(f"ending {len(remains)} processes that an earlier supervisor left behind")
+                end_all(lambda: leftovers(self._paths), patience=_PATIENCE_WITH_LEFTOVERS)
+
+        until_ended(end, say)
 
     @contextmanager
     def attempt(self, number: int, group: NodeGroup | None = None) -> Iterator[Running]:
@@ -296,9 +307,13 @@ class Host:
                 if not running.killed:  # torchrun is gone, and so is who would speak for ranks that do not answer
                     ask_for_last_snapshot(self._paths, number, end_marks.ATTEMPT_ENDS)
                 patience = 0.0 if running.hopeless else _PATIENCE
-                others = [*self._before_us, *(self._meeting() if self._meeting else ())]
-                end_all(lambda: descendants(apart_from=[*others, *self._standby.waiting]), patience=patience)
-                reap(apart_from=[*others, *self._standby.waiting])
+                until_ended(partial(self._end_processes, patience), self._audience.say)
+
+    def _end_processes(self, patience: float) -> None:
+        """End what torchrun has started, for `patience` seconds by SIGTERM."""
+        others = [*self._before_us, *(self._meeting() if self._meeting else ())]
+        end_all(lambda: descendants(apart_from=[*others, *self._standby.waiting]), patience=patience)
+        reap(apart_from=[*others, *self._standby.waiting])
 
     def _rank_environment(self, attempt: int) -> dict[str, str]:
         """The environment of torchrun, which passes it on to all ranks."""
@@ -315,7 +330,7 @@ class Host:
             ENV_RUN: self._paths.address,  # a script may change its working directory
             ENV_ATTEMPT: str(attempt),
             **settings_as_environment(options.settings),
-            ENV_SUPERVISOR: name_process(os.getpid()),
+            ENV_SUPERVISOR: self._supervisor,
             ENV_HEARTBEATS: self._board.path if self._board is not None else "",
             ENV_REFUSAL: instructions.refusal,
             ENV_TORCHRUN: json.dumps(asdict(instructions)),

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import psutil
 
@@ -30,7 +31,11 @@ THIS_HOST = socket.gethostname()
 
 _PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_AFTER = 30.0
+_ENDING = "ending the processes of the last attempt"
+_NOT_ANOTHER = "no other attempt was started, because two would write one run directory"
 _SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # of processes, memory, descriptors
+
+_T = TypeVar("_T")
 
 
 def become_subreaper() -> None:
@@ -50,13 +55,22 @@ def start(
     stdout, stderr: descriptors for its output (default: ours). Raises RollbackError where the system refuses; where it
     is short of something, as behind an OOM kill, that is said, and tried again for some seconds.
     """
-    hint = "see the limits of this system (ulimit -a), and how long the arguments and the skip list are"
+    return _through_shortage(
+        "starting torchrun",
+        lambda: subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr),
+        say,
+        "see the limits of this system (ulimit -a), and how long the arguments and the skip list are",
+    )
 
-    def begin() -> "subprocess.Popen[bytes]":
-        with reporting(RollbackError, "starting torchrun", hint):
-            return subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
 
-    return patiently(begin, say, passes=_is_shortage)
+def _through_shortage(doing: str, act: Callable[[], _T], say: Callable[[str], None], hint: str) -> _T:
+    """What `act` gives, which is called again for some seconds where the system is short of something."""
+
+    def reported() -> _T:
+        with reporting(RollbackError, doing, hint):
+            return act()
+
+    return patiently(reported, say, passes=_is_shortage)
 
 
 def _is_shortage(error: RollbackError) -> bool:
@@ -78,7 +92,8 @@ def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Proces
 def living_ranks(beats: Mapping[int, Heartbeat], paths: RunPaths) -> dict[int, psutil.Process]:
     """The processes of the ranks with these heartbeats that this process started, by rank.
 
-    Somebody else may have written a heartbeat file, so only our own descendants count.
+    Somebody else may have written a heartbeat file, so only our own descendants count. One that cannot be looked at for
+    a moment, as no descriptor is free, is left out: whoever asks comes back.
     """
     found = {rank: _process_of(beat) for rank, beat in beats.items()}
     return {
@@ -102,7 +117,7 @@ def dead_ranks(beats: Mapping[int, Heartbeat]) -> list[int]:
     return [
         rank
         for rank, beat in beats.items()
-        if beat.host == THIS_HOST and beat.doing not in ("ended", LEAVING) and _process_of(beat) is None
+        if beat.host == THIS_HOST and beat.doing not in ("ended", LEAVING) and not runs(beat.pid, beat.start)
     ]
 
 
@@ -110,15 +125,20 @@ def leftovers(paths: RunPaths) -> list[psutil.Process]:
     """Living processes of earlier attempts, whose supervisor was killed. Call it while holding the run directory.
 
     The environment of such a process says that a supervisor which is gone started it for this run directory. Only the
-    process's starter can write its environment. Files in the run directory do not count.
+    process's starter can write its environment. Files in the run directory do not count. Raises OSError where the
+    system is too short of something to look.
     """
     own = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
     found = []
     for process in psutil.process_iter():
         try:
             environment = process.environ()
-        except (psutil.Error, OSError):
+        except psutil.Error:
             continue  # another user's, a kernel thread, or gone
+        except OSError as error:
+            if error.errno in _SHORTAGES:  # it may be one of them
+                raise
+            continue
         supervisor = environment.get(ENV_SUPERVISOR)
         if environment.get(ENV_RUN) == paths.address and supervisor and not is_running(supervisor):
             found.append(process)
@@ -132,7 +152,7 @@ def _is_of_this_launch(process: psutil.Process, paths: RunPaths) -> bool:
     """
     try:
         line = [process, *process.parents()]
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return False
     pids = [ancestor.pid for ancestor in line]
     if os.getpid() not in pids:
@@ -155,7 +175,7 @@ def _process_of(heartbeat: Heartbeat) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(heartbeat.pid)
-    except (psutil.Error, ValueError, OverflowError):  # also a number that is no pid
+    except (psutil.Error, OSError, ValueError, OverflowError):  # also a number that is no pid
         return None
     return process if runs(heartbeat.pid, heartbeat.start) else None
 
@@ -174,6 +194,13 @@ def send(processes: Iterable[psutil.Process], signum: signal.Signals) -> None:
             process.send_signal(signum)
 
 
+def until_ended(end: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Call `end`, which ends the processes of an attempt, and call it again for some seconds where the system is short
+    of something, as of descriptors to look at processes. Raises RollbackError where that lasts."""
+    hint = f"{_NOT_ANOTHER}; see the limits of this system (ulimit -a), then run the same command again: it ends them"
+    _through_shortage(_ENDING, end, say, hint)
+
+
 def end_all(find: Callable[[], list[psutil.Process]], *, patience: float) -> None:
     """End all processes that `find` finds: SIGTERM, `patience` seconds, then SIGKILL until none is left.
 
@@ -188,9 +215,9 @@ def end_all(find: Callable[[], list[psutil.Process]], *, patience: float) -> Non
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in processes)
             raise RollbackError(
-                f"ending the processes of the last attempt: {pids} cannot be killed after {_UNKILLABLE_AFTER:.0f} s",
-                hint="no other attempt was started, because two would write one run directory; see what these "
-                "processes wait for (cat /proc/PID/stack, dmesg), then run the same command again",
+                f"{_ENDING}: {pids} cannot be killed after {_UNKILLABLE_AFTER:.0f} s",
+                hint=f"{_NOT_ANOTHER}; see what these processes wait for (cat /proc/PID/stack, dmesg), then run the "
+                "same command again",
             )
         send(processes, signal.SIGKILL)
         psutil.wait_procs(processes, timeout=1.0)

@@ -26,12 +26,13 @@ class Standby:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._identity: psutil.Process | None = None  # made once: that needs a descriptor, which may lack later
 
     @property
     def waiting(self) -> list[psutil.Process]:
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or self._identity is None or self._process.poll() is not None:
             return []
-        return [psutil.Process(self._process.pid)]
+        return [self._identity]
 
     def prepare(self, environment: Mapping[str, str]) -> None:
         """Start the process; none waits. environment: the present attempt's; `take` gives the final one."""
@@ -43,6 +44,7 @@ class Standby:
                     _LAUNCHER, env={**environment, ENV_STANDBY: str(theirs.fileno())}, pass_fds=[theirs.fileno()],
                     start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 )  # fmt: skip
+            self._identity = psutil.Process(self._process.pid)
         except OSError:  # no memory, processes or descriptors left: the next attempt starts without
             self.drop()
 
@@ -71,7 +73,7 @@ class Standby:
             self.drop()
             return None
         connection.close()
-        self._process = self._socket = None
+        self._process = self._socket = self._identity = None
         return process
 
     def drop(self) -> None:
@@ -80,4 +82,4 @@ class Standby:
             self._process.wait()
         if self._socket is not None:
             self._socket.close()
-        self._process = self._socket = None
+        self._process = self._socket = self._identity = None

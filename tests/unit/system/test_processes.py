@@ -1,12 +1,12 @@
 """Which process is which: by its pid and the kernel's own count of ticks at which it began."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from open_files import no_descriptor_free
 
 from rollback.system import processes
 from rollback.system.processes import is_running, name_process, runs, start_of, state_of, ticks_computed
@@ -64,10 +64,6 @@ def test_the_start_is_the_kernel_s_own_number_whatever_the_process_is_called() -
 def test_a_process_that_cannot_be_looked_at_is_not_taken_for_gone() -> None:
     """As in a job that has used its descriptors up: its ranks must not end because of that."""
     name = name_process(os.getpid())
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
-    try:
+    with no_descriptor_free():
         running = is_running(name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, most)
     assert running

@@ -1,7 +1,6 @@
 """What leader and followers make of each other's words: the tables, and liveness by a clock of one's own."""
 
 import json
-import resource
 import subprocess
 import threading
 import time
@@ -12,6 +11,7 @@ import pytest
 from disks import disk_of, fill, may_mount
 from hypothesis import given
 from hypothesis import strategies as st
+from open_files import no_descriptor_free
 
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.config import Settings
@@ -228,12 +228,8 @@ def test_nobody_is_lost_while_a_host_cannot_open_files_for_a_moment(tmp_path: Pa
     ]
     watchers = [RecordWatcher(SharedDirectory(tmp_path), name, NodeReport) for name in ("node-*.json", "orders.json")]
     assert all(watcher.look() for watcher in watchers)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
+    with no_descriptor_free():
         found = [watcher.look() for watcher in watchers]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert all(found)
     for publisher in publishers:
         publisher.stop()

@@ -6,11 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from open_files import no_descriptor_free
 
 from rollback.errors import RollbackError
 from rollback.rundir.heartbeats import LEAVING, Heartbeat, write_heartbeat
@@ -18,7 +20,18 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor import patience
 from rollback.supervisor.torchrun import processes
 from rollback.supervisor.torchrun.host import Running
-from rollback.supervisor.torchrun.processes import descendants, ranks_of, reap, send
+from rollback.supervisor.torchrun.processes import (
+    dead_ranks,
+    descendants,
+    end_all,
+    leftovers,
+    living_ranks,
+    ranks_of,
+    reap,
+    send,
+    until_ended,
+)
+from rollback.system.processes import start_of
 
 
 def ended(status: int) -> "subprocess.Popen[bytes]":
@@ -90,6 +103,50 @@ def test_a_shortage_that_passes_ends_no_run_between_two_attempts(monkeypatch: py
         refusals[:] = [lasting]
         with pytest.raises(RollbackError, match=f"starting torchrun: {os.strerror(lasting)}"):
             processes.start(["true"], {**os.environ}, print)
+
+
+def test_processes_are_ended_though_no_descriptor_is_free_to_look_at_them_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the launch would end, and what it has started might not."""
+    before, said, shortage = descendants(), list[str](), ExitStack()
+    orphan = subprocess.Popen(["sleep", "60"])
+
+    def say(text: str) -> None:
+        said.append(text)
+        shortage.close()
+
+    monkeypatch.setattr(patience, "_POLL", 0.0)
+    with shortage:
+        shortage.enter_context(no_descriptor_free())
+        until_ended(lambda: end_all(lambda: descendants(apart_from=before), patience=0), say)
+    assert said == ["ending the processes of the last attempt: Too many open files; it is tried again for 10 s"]
+    assert orphan.wait() != 0
+    monkeypatch.setattr(patience, "_REFUSED_FOR", -1.0)
+    with no_descriptor_free(), pytest.raises(RollbackError, match="Too many open files") as refused:
+        until_ended(lambda: end_all(lambda: descendants(apart_from=before), patience=0), print)
+    assert "no other attempt was started" in str(refused.value)
+
+
+def test_a_rank_that_cannot_be_looked_at_for_a_moment_is_neither_dead_nor_overlooked(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    rank = subprocess.Popen(["sleep", "60"])
+    beat = Heartbeat(
+        pid=rank.pid, start=start_of(rank.pid) or "", host=socket.gethostname(), attempt=1, step=9, batch=9,
+        doing="training", monotonic=0.0,
+    )  # fmt: skip
+    running = Running(paths, 1, (), rank, None, None)
+    try:
+        with no_descriptor_free():
+            assert dead_ranks({0: beat}) == []
+            assert living_ranks({0: beat}, paths) == {}
+            assert running.look() == {}
+            assert running.tell_ranks_to_stop([signal.SIGTERM], guarded=False), "it is told later, not ended now"
+            with pytest.raises(OSError, match="Too many open files"):
+                leftovers(paths)
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def test_a_process_of_another_user_does_not_keep_others_from_being_signalled() -> None:

@@ -6,7 +6,9 @@ import socket
 import subprocess
 from types import ModuleType
 
+import psutil
 import pytest
+from open_files import no_descriptor_free
 
 from rollback.instructions import MODULE, program
 from rollback.supervisor.torchrun.standby import Standby
@@ -35,9 +37,11 @@ def test_where_the_working_directory_is_gone_another_process_is_started(monkeypa
     standby = Standby()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(["sleep", "60"])
-    standby._process, standby._socket = process, ours
+    standby._process, standby._socket, standby._identity = process, ours, psutil.Process(process.pid)
     with theirs:
         theirs.send(b"ready")
+        with no_descriptor_free():
+            assert standby.waiting == [standby._identity], "to know it takes no descriptor"
         monkeypatch.setattr(os, "getcwd", gone)
         assert standby.take([*program(MODULE), "train.py"], {}, None, None) is None
     assert standby.waiting == []
