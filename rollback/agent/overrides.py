@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -149,8 +150,8 @@ def check_configuration() -> None:
             raise WrongUse(str(error) or f"{type(error).__name__} while its flags were read") from error
         if made[0].nproc_per_node < 1:
             raise WrongUse(f"argument --nproc-per-node: {made[0].nproc_per_node} ranks cannot be started")
-        if made[0].monitor_interval <= 0:
-            raise WrongUse(f"argument --monitor-interval: {made[0].monitor_interval} is not a positive time")
+        if not 0 < (interval := made[0].monitor_interval) <= threading.TIMEOUT_MAX:  # also where it is NaN
+            raise WrongUse(f"argument --monitor-interval: {interval} is not a positive time that can be waited for")
         if is_ours:
             streams: Any = importlib.import_module("rollback.agent.streams")
             made[0].logs_specs = streams.RankStreams(log_dir=arguments.log_dir)

@@ -83,11 +83,11 @@ WRITING = ".writing-"  # begins the name of a checkpoint in the making
 class Below:
     """A path below the `root` of its owner."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
 
     def __get__(self, owner: Any, kind: type) -> Path:
-        path: Path = owner.root / self._name
+        path: Path = owner.root / self.pattern
         return path
 
 
@@ -95,10 +95,10 @@ class NamedBelow:
     """The same with names or numbers in it: a function of these."""
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+        self.pattern = pattern
 
     def __get__(self, owner: Any, kind: type) -> Callable[..., Path]:
-        return lambda *given: owner.root / self._pattern.format(*given)
+        return lambda *given: owner.root / self.pattern.format(*given)
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,12 @@ class RunPaths:
     incident = NamedBelow("incidents/{:04d}")
     evidence = NamedBelow("incidents/{:04d}/rank-{:05d}.json")
     incident_batch = NamedBelow("incidents/{:04d}/rank-{:05d}.safetensors")
+
+    @property
+    def own_names(self) -> set[str]:
+        """The names of all that may lie in a run directory."""
+        below = [value for value in vars(RunPaths).values() if isinstance(value, Below | NamedBelow)]
+        return {Path(path.pattern).parts[0] for path in below} | {path.name for path in self.all_saved_files()}
 
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError):  # the working directory is gone

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit, reporting
+from rollback.checkpoints import ring
+from rollback.errors import BEGIN_ANEW, RollbackError, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.training import AttemptStarted, JournalEntry
 from rollback.rundir.identity import read_identity, require_key
 from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
@@ -105,6 +107,14 @@ def _require_run_directory(paths: RunPaths) -> None:
         temporary_of(paths.record_location),
     )  # fmt: skip
     others = sorted({entry.name for entry in os.scandir(paths.root)} - {path.name for path in ours})
+    if any(paths.logs.glob("attempt-*")) and paths.own_names.issuperset(others):
+        # Ranks whose run directory is removed train on to their end, and their output is kept where it was.
+        anew = f"remove what is left, to begin anew: rm -r {shlex.quote(str(paths.root))}"
+        raise RunDoesNotFit(
+            f"{paths.root} is what is left of a run directory: run.json and journal/, which are its record, are gone",
+            hint="bring them back, as from a copy, and the same command goes on. If there is none, "
+            f"{BEGIN_ANEW if ring.names(paths) else anew}; nothing was changed",
+        )
     if others:
         raise RunDoesNotFit(
             f"{paths.root} is not a run directory: it has neither run.json nor journal/, but "

@@ -198,6 +198,8 @@ class TestWrongUse:
             (["--nproc-per-node=0"], "0 ranks cannot be started"),
             (["--nproc-per-node=xpu"], "Xpu is not available"),
             (["--monitor-interval=0"], "not a positive time"),
+            (["--monitor-interval=nan"], "not a positive time"),
+            (["--monitor-interval=inf"], "not a positive time"),
             (["--redirects=7"], "7 does not match"),
             (["--tee=0:9"], "0:9 does not match"),
             (["--logs-specs=nix"], "Could not find entrypoint"),

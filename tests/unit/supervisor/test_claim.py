@@ -275,6 +275,24 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path, others: list[str], name
     assert caught.value.message.endswith(named)
 
 
+def test_what_is_left_of_a_run_directory_that_was_removed_in_mid_run_is_called_that(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for folder in (paths.attempt_logs(1), paths.ranks, paths.failures(1)):
+        folder.mkdir(parents=True)
+    with pytest.raises(RunDoesNotFit, match="what is left of a run directory") as refused:
+        read_past(paths)
+    assert f"rm -r {tmp_path}" in str(refused.value.hint)
+    paths.checkpoint("c000001-s00000010").mkdir(parents=True)
+    with pytest.raises(RunDoesNotFit) as refused:
+        read_past(paths)
+    assert "rm -r" not in str(refused.value.hint), "there are checkpoints"
+    assert "rollback ring export" in str(refused.value.hint)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(RunDoesNotFit) as refused:
+        read_past(paths)
+    assert "rm -r" not in str(refused.value.hint), "somebody else has something there"
+
+
 # --- where there may be no guard --------------------------------------------------------------------------------------
 
 
