@@ -20,14 +20,27 @@ from typing import NamedTuple
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops
 from rollback.source.observed_losses import observed_losses
-from rollback.source.syntax import Function, Scope, blocks_in, last_name, parameters_of, range_of
+from rollback.source.syntax import (
+    Function,
+    Scope,
+    behind_imports,
+    blocks_in,
+    last_name,
+    leaving,
+    may_lack,
+    own_names,
+    parameters_of,
+    range_of,
+)
 
 
 class GuardDiff(NamedTuple):
-    """text: the unified diff. keeps: the names of what the guard is handed."""
+    """text: the unified diff. keeps: the names of what the guard is handed. leaves: lines of the script, as it was, at
+    which it may leave its training in the midst of an epoch."""
 
     text: str
     keeps: set[str]
+    leaves: list[int]
 
 
 def guard_diff(source: str, name: str) -> GuardDiff:
@@ -54,7 +67,7 @@ def guard_diff(source: str, name: str) -> GuardDiff:
         ) from error
     lines = difflib.unified_diff(_lines_of(source), _lines_of(mark + changed), name, name)
     text = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-    return GuardDiff(text, script.keeps)
+    return GuardDiff(text, script.keeps, script.leaves)
 
 
 class _Script:
@@ -64,9 +77,10 @@ class _Script:
         self._line_end = "\r\n" if source.partition("\n")[0].endswith("\r") else "\n"
         self._loops = ScriptLoops(source)
         self._scopes = self._loops.scope_of
-        self._own = _own_names(self._loops.tree)
+        self._own = own_names(self._loops.tree)
         self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
         self.keeps: set[str] = set()
+        self.leaves: list[int] = []
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
         self._instead: list[tuple[ast.expr, str]] = []
 
@@ -80,6 +94,8 @@ class _Script:
         epochs = self._loops.epochs_around.get(batches)
         outer = epochs or batches
         scope = self._scopes[outer]
+        if any(leaving(batches.body)):  # else it leaves at most between two epochs, which may be the end
+            self.leaves = [node.lineno for node in leaving(outer.body)]
         if around := self._loops.around(outer):
             word = "while" if isinstance(around[0], ast.While) else "for"
             raise self._by_hand(
@@ -101,6 +117,8 @@ class _Script:
             if not here:
                 self._require_of_guard(self._scopes[batches], loader.id, batches)
             self._require_kept(made, outer)
+            for name in sorted(made.keys() - {"model", "optimizer", "loader"}):
+                self._give_none(scope, made[name], outer)
             self._instead.append((argument, guard))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
@@ -110,22 +128,12 @@ class _Script:
                 self._instead += observed.instead
                 observe = f"{self._indent(observed.behind)}{inside}.observe({observed.loss})\n"
                 self._put.append((observed.behind.end_lineno or 0, observe))
-        if (counted := self._loops.enumerated(batches)) is not None:
-            name, start = counted
-            if self._loops.carries_on(batches):
-                raise self._by_hand(
-                    batches, f"counts by enumerate from {ast.unparse(start)} on, which it sets itself",
-                    "let guard.keep keep that count, and add to it in the loop",
-                )  # fmt: skip
-            place: ast.expr = ast.Attribute(ast.Name(inside), "batch_in_epoch")
-            count = place if ast.unparse(start) == "0" else ast.BinOp(place, ast.Add(), start)
-            first = batches.body[0]
-            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {ast.unparse(count)}\n"))
+        self._count_batches(batches, inside)
         if epochs is not None:
             given = f"{argument.id}.base_dataloader" if prepared else argument.id
             rehearse = f", rehearse=lambda: next(iter({given}))" if self._leaves_names(batches) else ""
             self._count_epochs(epochs, guard, rehearse)
-        self._put.append((self._behind_imports(), "import rollback\n"))
+        self._put.append((behind_imports(self._loops.tree, self._lines), "import rollback\n"))
         return self._edited()
 
     # What is there ---------------------------------------------------------------------------------------------------
@@ -302,6 +310,24 @@ class _Script:
             node.id in set_inside - before and node.lineno > end for node in scope if isinstance(node.ctx, ast.Load)
         )
 
+    def _give_none(self, scope: Scope, name: str, before: ast.For) -> None:
+        """What the script makes only where a condition holds is None elsewhere, which a guard takes for no object."""
+        if (giving := may_lack(scope, name, before)) is not None:
+            self._put.append((giving.lineno - 1, f"{self._indent(giving)}{name} = None\n"))
+
+    def _count_batches(self, batches: ast.For, guard: str) -> None:
+        if (counted := self._loops.enumerated(batches)) is not None:
+            name, start = counted
+            if self._loops.carries_on(batches):
+                raise self._by_hand(
+                    batches, f"counts by enumerate from {ast.unparse(start)} on, which it sets itself",
+                    "let guard.keep keep that count, and add to it in the loop",
+                )  # fmt: skip
+            place: ast.expr = ast.Attribute(ast.Name(guard), "batch_in_epoch")
+            count = place if ast.unparse(start) == "0" else ast.BinOp(place, ast.Add(), start)
+            first = batches.body[0]
+            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {ast.unparse(count)}\n"))
+
     def _count_epochs(self, epochs: ast.For, guard: str, rehearse: str) -> None:
         numbers = range_of(epochs)
         assert numbers is not None
@@ -316,18 +342,6 @@ class _Script:
             case _:
                 do = "loop over range(n); what loads a snapshot and sets the first epoch goes out, the guard does that"
                 raise self._by_hand(epochs, f"goes over {ast.unparse(numbers)}", do)
-
-    def _behind_imports(self) -> int:
-        """The number of the line behind which another import belongs."""
-        last = next(
-            (place for place, line in enumerate(self._lines) if not line.startswith("#")), 0
-        )  # "#!", "# coding"
-        for place, node in enumerate(self._loops.tree.body):
-            is_docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring:
-                break
-            last = node.end_lineno or 0
-        return last
 
     def _edited(self) -> str:
         lines = list(self._lines)
@@ -379,20 +393,3 @@ def _whole(part: ast.expr) -> str:
     while isinstance(found, ast.Attribute | ast.Subscript):
         found = found.value
     return found.id if isinstance(found, ast.Name) and found.id != "self" else ast.unparse(part)
-
-
-def _own_names(tree: ast.AST) -> dict[str, int]:
-    """By name, a line that gives it: variables, arguments, functions, classes, and what is imported; this package is
-    not the script's own."""
-    found: dict[str, int] = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                found[name] = node.lineno
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found[name] = node.lineno
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                given = {alias.asname or alias.name.partition(".")[0] for alias in aliases}
-                ours = {"rollback"} if isinstance(node, ast.Import) else set()
-                found |= dict.fromkeys(given - ours, node.lineno)
-    return found
