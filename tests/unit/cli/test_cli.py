@@ -373,7 +373,7 @@ class TestLaunchFlags:
         Path("train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
         Path("train.py").chmod(0o700)
         assert run(monkeypatch, "launch", *words) == ExitCode.DONE
-        told = "train.py, line 2, starts processes by torch.multiprocessing.spawn: what they train is not protected."
+        told = "train.py, line 2, starts ranks by itself, as processes below its own: what they train is not protected."
         assert (told in capfd.readouterr().err) is said
         assert len(launches) == 1
 
