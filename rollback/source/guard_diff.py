@@ -27,11 +27,13 @@ from rollback.source.syntax import (
     blocks_in,
     last_name,
     leaving,
+    limits_or_counts,
     may_lack,
     own_names,
     parameters_of,
     range_of,
 )
+from rollback.source.trained_objects import averages, is_average, schedulers_in, schedules, whole, words
 
 
 class GuardDiff(NamedTuple):
@@ -154,7 +156,10 @@ class _Script:
         if isinstance(found, ast.Name):
             return found
         do = "guard in place of the loader"
-        if any(isinstance(node, ast.Call) and last_name(node) in ("zip", "islice") for node in ast.walk(batches.iter)):
+        calls = [node for node in ast.walk(batches.iter) if isinstance(node, ast.Call)]
+        if any(last_name(call) == "zip" and not limits_or_counts(call) for call in calls):
+            do = f"guard in place of it, and as its loader an object whose __iter__ returns {ast.unparse(found)}"
+        elif any(last_name(call) in ("zip", "islice") for call in calls):
             do += "; what counts or goes beside it begins anew after a resume: guard.batch_in_epoch says where it was"
         raise self._by_hand(batches, f"goes over {ast.unparse(batches.iter)}", do)
 
@@ -166,8 +171,9 @@ class _Script:
 
     def _require_kept(self, made: dict[str, str], outer: ast.For) -> None:
         """The guard is made of these in front of the loop: none of them may be another one, or only be made, inside."""
+        names = {*made.values(), *schedulers_in(outer, made["optimizer"])}
         for node in ast.walk(outer):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in made.values():
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
                 raise self._by_hand(
                     outer, f"sets {node.id} inside of it (line {node.lineno})",
                     "make it in front of the loop, and the guard behind that",
@@ -203,7 +209,7 @@ class _Script:
         """Names of model, optimizer, schedulers, scaler and averages of the model."""
         optimizers = self._names(
             scope, before,
-            lambda call: last_name(call)[0].isupper() and not _AVERAGE.search(last_name(call))
+            lambda call: last_name(call)[0].isupper() and not is_average(call)
             and ".parameters()" in "".join(map(ast.unparse, call.args)),
         )  # fmt: skip
         if len(optimizers) != 1:
@@ -216,21 +222,21 @@ class _Script:
             node.func.value for node in ast.walk(made)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"
         ]  # fmt: skip
-        wholes = list(dict.fromkeys(map(_whole, receivers)))
+        wholes = list(dict.fromkeys(map(whole, receivers)))
         if len(wholes) > 1:
             raise self._by_hand(
                 before, f"has an optimizer of {' and '.join(wholes)}",
                 "pass one as model=, the others by names of their own; or one torch.nn.ModuleDict of them",
             )  # fmt: skip
         model = wrapped[-1] if wrapped else wholes[0]
-        schedulers = list(self._names(scope, before, lambda call: _schedules(call) and optimizer in _words(call)))
+        schedulers = list(self._names(scope, before, lambda call: schedules(call) and optimizer in words(call)))
         scalers = list(self._names(scope, before, lambda call: last_name(call) == "GradScaler"))
-        averages = [
-            name for name in self._names(scope, before, lambda call: _averages(call, {*wholes, *wrapped}))
+        copies = [
+            name for name in self._names(scope, before, lambda call: averages(call, {*wholes, *wrapped}))
             if name not in (*wholes, *wrapped)
         ]  # fmt: skip
         named = {"model": model, "optimizer": optimizer}
-        for word, names in (("scheduler", schedulers), ("scaler", scalers), ("ema", averages)):
+        for word, names in (("scheduler", schedulers), ("scaler", scalers), ("ema", copies)):
             named |= {word if place == 1 else f"{word}{place}": name for place, name in enumerate(names, 1)}
         return named
 
@@ -362,7 +368,6 @@ class _Script:
 
 _BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|def|class|case)\b")
 _LOADER = re.compile(r"load|batches|_dl\b|\bdl_|_dl_", re.IGNORECASE)
-_AVERAGE = re.compile(r"deepcopy|Averag|EMA|Ema(?![a-z])|^ema(?![a-z])")
 _BYTE_ORDER_MARK = "\ufeff"
 _PROTECTED = ("rollback.Guard", "rollback.protect")
 
@@ -370,26 +375,3 @@ _PROTECTED = ("rollback.Guard", "rollback.protect")
 def _lines_of(source: str) -> list[str]:
     """The lines as Python counts them, and as they end. `str.splitlines` would also end one at a form feed."""
     return io.StringIO(source, newline="").readlines()
-
-
-def _words(node: ast.AST) -> set[str]:
-    return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
-
-
-def _schedules(call: ast.Call) -> bool:
-    name = ast.unparse(call.func)
-    return "lr_scheduler" in name or name.endswith("LR") or "schedule" in name.lower()
-
-
-def _averages(call: ast.Call, models: set[str]) -> bool:
-    """Whether it makes an average of a model, or the copy that one begins with."""
-    of = re.sub(r"(\.module)?(\.parameters\(\))?$", "", ast.unparse(call.args[0])) if call.args else ""
-    return of in models and _AVERAGE.search(last_name(call)) is not None
-
-
-def _whole(part: ast.expr) -> str:
-    """`model` of `model.head` and `model[0]`: what is frozen, or has buffers, is to be kept too."""
-    found = part
-    while isinstance(found, ast.Attribute | ast.Subscript):
-        found = found.value
-    return found.id if isinstance(found, ast.Name) and found.id != "self" else ast.unparse(part)

@@ -364,7 +364,7 @@ class Adoption:
             self._notices.refuse(notices.updates_without_loop(self._sources.caller()))
         what = f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start"
         if ours:
-            what = "trains on batches that its loader does not give it one by one: of a list, or a second time"
+            what = "trains on batches that its loader does not give it one by one: of a list, again, or drawn ahead"
         note = self._notices.note_inexact if ours and self._led_loop is None else self._note_inexact
         note(what, adopted.guard.step)  # without a loop that is led another pass may follow
 

@@ -160,7 +160,7 @@ class ScriptNotices:
 def inexact(what: str) -> UsageError:
     return UsageError(
         f"the script {what}: what a guard of the first alone keeps would not be exact",
-        hint="`rollback adopt` shows how a guard is written into a script, which then says what it is to keep",
+        hint='docs/trainers/adopt.md, "What is refused", has what to write in its place',
     )
 
 
@@ -168,9 +168,9 @@ def updates_without_loop(where: str) -> UsageError:
     return UsageError(
         f"the script updates a model ({where}) with a batch that came from no `for` loop over a DataLoader, or that a "
         "loop inside of it takes apart",
-        hint="--adopt knows `for batch in loader:`, and inside of it loops over a range or over x.chunk(2). For other "
-        "loops, and for batches of next(), of a function such as get_batch or of an iterator of your own, write a "
-        "rollback.Guard into the script: docs/tutorial.md shows how",
+        hint="--adopt knows `for batch in loader:`, inside of it loops over a range or over x.chunk(2), and a loop "
+        "whose `next` is of a generator over a loader. For other loops, and for batches of a function (get_batch) "
+        "or of an iterator of your own, write a rollback.Guard into the script: docs/tutorial.md shows how",
     )
 
 

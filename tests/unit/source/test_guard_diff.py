@@ -368,6 +368,14 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
             "is in a function that asks batches.sampler in line 6",
         ),
         (
+            "for i in range(3):\n    scheduler = StepLR(optimizer, 9)\n    for x in loader:\n        loss.backward()",
+            "this loop sets scheduler inside of it (line 6); by hand: make it in front of the loop",
+        ),
+        (
+            "for x, y in zip(loader, other):\n    model(x, y).backward()",
+            "as its loader an object whose __iter__ returns zip(loader, other)",
+        ),
+        (
             "for x in islice(loader, 9):\n    model(x).backward()",
             "what counts or goes beside it begins anew after a resume: guard.batch_in_epoch",
         ),
