@@ -59,6 +59,12 @@ class ScriptNotices:
                     )
                 )
 
+    def told_to_stop(self, *, together: bool) -> bool:
+        """Whether a rank has been told to stop. A script that leaves its loop then has handled that signal itself, so
+        far as anyone can tell, and has not come to its end. together: all ranks are here."""
+        here = self.guard is not None and self.guard.told_to_stop
+        return any(Ranks().from_each(here)) if together else here
+
     def note_inexact(self, what: str, step: int) -> None:
         """The script does something at this step that the guard cannot keep exact: it ends, or this is only said."""
         error = inexact(what)
@@ -211,6 +217,10 @@ def begins_elsewhere(begun: int, first: int) -> str:
         f"the script begins with epoch {begun} now, and the run began with epoch {first}: it seems to load a snapshot "
         "of its own. The guard's epochs go on where the run stands, and are numbered as the run began"
     )
+
+
+def left_epochs(epoch: int, epochs: int) -> str:
+    return f"the script has left its loop over epochs by itself, in epoch {epoch} of {epochs}. {LEFT_BEHIND}"
 
 
 def not_led(where: str) -> str:
