@@ -50,3 +50,10 @@ def adopt(
             f"the script hands on from iteration to iteration what a guard does not know: {names}. A resume and a "
             "rollback leave that as it is, but for what you let guard.keep keep: docs/guard.md, values of your own"
         )
+    if diff.leaves:
+        at = ("line " if len(diff.leaves) == 1 else "lines ") + ", ".join(map(str, diff.leaves))
+        say(
+            f"the script leaves its training by itself ({at}): a run that ends so in the midst of an epoch does not "
+            "count as complete, and its launch ends with 1. Have the guard end it: in place of `break`, "
+            '`if guard.finish("enough"): break`'
+        )

@@ -20,14 +20,29 @@ from typing import NamedTuple
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops
 from rollback.source.observed_losses import observed_losses
-from rollback.source.syntax import Function, Scope, blocks_in, last_name, parameters_of, range_of
+from rollback.source.syntax import (
+    Function,
+    Scope,
+    behind_imports,
+    blocks_in,
+    last_name,
+    leaving,
+    limits_or_counts,
+    may_lack,
+    own_names,
+    parameters_of,
+    range_of,
+)
+from rollback.source.trained_objects import averages, is_average, schedulers_in, schedules, whole, words
 
 
 class GuardDiff(NamedTuple):
-    """text: the unified diff. keeps: the names of what the guard is handed."""
+    """text: the unified diff. keeps: the names of what the guard is handed. leaves: lines of the script, as it was, at
+    which it may leave its training in the midst of an epoch."""
 
     text: str
     keeps: set[str]
+    leaves: list[int]
 
 
 def guard_diff(source: str, name: str) -> GuardDiff:
@@ -54,7 +69,7 @@ def guard_diff(source: str, name: str) -> GuardDiff:
         ) from error
     lines = difflib.unified_diff(_lines_of(source), _lines_of(mark + changed), name, name)
     text = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-    return GuardDiff(text, script.keeps)
+    return GuardDiff(text, script.keeps, script.leaves)
 
 
 class _Script:
@@ -64,9 +79,10 @@ class _Script:
         self._line_end = "\r\n" if source.partition("\n")[0].endswith("\r") else "\n"
         self._loops = ScriptLoops(source)
         self._scopes = self._loops.scope_of
-        self._own = _own_names(self._loops.tree)
+        self._own = own_names(self._loops.tree)
         self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
         self.keeps: set[str] = set()
+        self.leaves: list[int] = []
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
         self._instead: list[tuple[ast.expr, str]] = []
 
@@ -80,6 +96,8 @@ class _Script:
         epochs = self._loops.epochs_around.get(batches)
         outer = epochs or batches
         scope = self._scopes[outer]
+        if any(leaving(batches.body)):  # else it leaves at most between two epochs, which may be the end
+            self.leaves = [node.lineno for node in leaving(outer.body)]
         if around := self._loops.around(outer):
             word = "while" if isinstance(around[0], ast.While) else "for"
             raise self._by_hand(
@@ -101,6 +119,8 @@ class _Script:
             if not here:
                 self._require_of_guard(self._scopes[batches], loader.id, batches)
             self._require_kept(made, outer)
+            for name in sorted(made.keys() - {"model", "optimizer", "loader"}):
+                self._give_none(scope, made[name], outer)
             self._instead.append((argument, guard))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
@@ -110,22 +130,12 @@ class _Script:
                 self._instead += observed.instead
                 observe = f"{self._indent(observed.behind)}{inside}.observe({observed.loss})\n"
                 self._put.append((observed.behind.end_lineno or 0, observe))
-        if (counted := self._loops.enumerated(batches)) is not None:
-            name, start = counted
-            if self._loops.carries_on(batches):
-                raise self._by_hand(
-                    batches, f"counts by enumerate from {ast.unparse(start)} on, which it sets itself",
-                    "let guard.keep keep that count, and add to it in the loop",
-                )  # fmt: skip
-            place: ast.expr = ast.Attribute(ast.Name(inside), "batch_in_epoch")
-            count = place if ast.unparse(start) == "0" else ast.BinOp(place, ast.Add(), start)
-            first = batches.body[0]
-            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {ast.unparse(count)}\n"))
+        self._count_batches(batches, inside)
         if epochs is not None:
             given = f"{argument.id}.base_dataloader" if prepared else argument.id
             rehearse = f", rehearse=lambda: next(iter({given}))" if self._leaves_names(batches) else ""
             self._count_epochs(epochs, guard, rehearse)
-        self._put.append((self._behind_imports(), "import rollback\n"))
+        self._put.append((behind_imports(self._loops.tree, self._lines), "import rollback\n"))
         return self._edited()
 
     # What is there ---------------------------------------------------------------------------------------------------
@@ -146,7 +156,10 @@ class _Script:
         if isinstance(found, ast.Name):
             return found
         do = "guard in place of the loader"
-        if any(isinstance(node, ast.Call) and last_name(node) in ("zip", "islice") for node in ast.walk(batches.iter)):
+        calls = [node for node in ast.walk(batches.iter) if isinstance(node, ast.Call)]
+        if any(last_name(call) == "zip" and not limits_or_counts(call) for call in calls):
+            do = f"guard in place of it, and as its loader an object whose __iter__ returns {ast.unparse(found)}"
+        elif any(last_name(call) in ("zip", "islice") for call in calls):
             do += "; what counts or goes beside it begins anew after a resume: guard.batch_in_epoch says where it was"
         raise self._by_hand(batches, f"goes over {ast.unparse(batches.iter)}", do)
 
@@ -158,8 +171,9 @@ class _Script:
 
     def _require_kept(self, made: dict[str, str], outer: ast.For) -> None:
         """The guard is made of these in front of the loop: none of them may be another one, or only be made, inside."""
+        names = {*made.values(), *schedulers_in(outer, made["optimizer"])}
         for node in ast.walk(outer):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in made.values():
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
                 raise self._by_hand(
                     outer, f"sets {node.id} inside of it (line {node.lineno})",
                     "make it in front of the loop, and the guard behind that",
@@ -195,7 +209,7 @@ class _Script:
         """Names of model, optimizer, schedulers, scaler and averages of the model."""
         optimizers = self._names(
             scope, before,
-            lambda call: last_name(call)[0].isupper() and not _AVERAGE.search(last_name(call))
+            lambda call: last_name(call)[0].isupper() and not is_average(call)
             and ".parameters()" in "".join(map(ast.unparse, call.args)),
         )  # fmt: skip
         if len(optimizers) != 1:
@@ -208,21 +222,21 @@ class _Script:
             node.func.value for node in ast.walk(made)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"
         ]  # fmt: skip
-        wholes = list(dict.fromkeys(map(_whole, receivers)))
+        wholes = list(dict.fromkeys(map(whole, receivers)))
         if len(wholes) > 1:
             raise self._by_hand(
                 before, f"has an optimizer of {' and '.join(wholes)}",
                 "pass one as model=, the others by names of their own; or one torch.nn.ModuleDict of them",
             )  # fmt: skip
         model = wrapped[-1] if wrapped else wholes[0]
-        schedulers = list(self._names(scope, before, lambda call: _schedules(call) and optimizer in _words(call)))
+        schedulers = list(self._names(scope, before, lambda call: schedules(call) and optimizer in words(call)))
         scalers = list(self._names(scope, before, lambda call: last_name(call) == "GradScaler"))
-        averages = [
-            name for name in self._names(scope, before, lambda call: _averages(call, {*wholes, *wrapped}))
+        copies = [
+            name for name in self._names(scope, before, lambda call: averages(call, {*wholes, *wrapped}))
             if name not in (*wholes, *wrapped)
         ]  # fmt: skip
         named = {"model": model, "optimizer": optimizer}
-        for word, names in (("scheduler", schedulers), ("scaler", scalers), ("ema", averages)):
+        for word, names in (("scheduler", schedulers), ("scaler", scalers), ("ema", copies)):
             named |= {word if place == 1 else f"{word}{place}": name for place, name in enumerate(names, 1)}
         return named
 
@@ -302,6 +316,24 @@ class _Script:
             node.id in set_inside - before and node.lineno > end for node in scope if isinstance(node.ctx, ast.Load)
         )
 
+    def _give_none(self, scope: Scope, name: str, before: ast.For) -> None:
+        """What the script makes only where a condition holds is None elsewhere, which a guard takes for no object."""
+        if (giving := may_lack(scope, name, before)) is not None:
+            self._put.append((giving.lineno - 1, f"{self._indent(giving)}{name} = None\n"))
+
+    def _count_batches(self, batches: ast.For, guard: str) -> None:
+        if (counted := self._loops.enumerated(batches)) is not None:
+            name, start = counted
+            if self._loops.carries_on(batches):
+                raise self._by_hand(
+                    batches, f"counts by enumerate from {ast.unparse(start)} on, which it sets itself",
+                    "let guard.keep keep that count, and add to it in the loop",
+                )  # fmt: skip
+            place: ast.expr = ast.Attribute(ast.Name(guard), "batch_in_epoch")
+            count = place if ast.unparse(start) == "0" else ast.BinOp(place, ast.Add(), start)
+            first = batches.body[0]
+            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {ast.unparse(count)}\n"))
+
     def _count_epochs(self, epochs: ast.For, guard: str, rehearse: str) -> None:
         numbers = range_of(epochs)
         assert numbers is not None
@@ -316,18 +348,6 @@ class _Script:
             case _:
                 do = "loop over range(n); what loads a snapshot and sets the first epoch goes out, the guard does that"
                 raise self._by_hand(epochs, f"goes over {ast.unparse(numbers)}", do)
-
-    def _behind_imports(self) -> int:
-        """The number of the line behind which another import belongs."""
-        last = next(
-            (place for place, line in enumerate(self._lines) if not line.startswith("#")), 0
-        )  # "#!", "# coding"
-        for place, node in enumerate(self._loops.tree.body):
-            is_docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring:
-                break
-            last = node.end_lineno or 0
-        return last
 
     def _edited(self) -> str:
         lines = list(self._lines)
@@ -348,7 +368,6 @@ class _Script:
 
 _BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|def|class|case)\b")
 _LOADER = re.compile(r"load|batches|_dl\b|\bdl_|_dl_", re.IGNORECASE)
-_AVERAGE = re.compile(r"deepcopy|Averag|EMA|Ema(?![a-z])|^ema(?![a-z])")
 _BYTE_ORDER_MARK = "\ufeff"
 _PROTECTED = ("rollback.Guard", "rollback.protect")
 
@@ -356,43 +375,3 @@ _PROTECTED = ("rollback.Guard", "rollback.protect")
 def _lines_of(source: str) -> list[str]:
     """The lines as Python counts them, and as they end. `str.splitlines` would also end one at a form feed."""
     return io.StringIO(source, newline="").readlines()
-
-
-def _words(node: ast.AST) -> set[str]:
-    return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
-
-
-def _schedules(call: ast.Call) -> bool:
-    name = ast.unparse(call.func)
-    return "lr_scheduler" in name or name.endswith("LR") or "schedule" in name.lower()
-
-
-def _averages(call: ast.Call, models: set[str]) -> bool:
-    """Whether it makes an average of a model, or the copy that one begins with."""
-    of = re.sub(r"(\.module)?(\.parameters\(\))?$", "", ast.unparse(call.args[0])) if call.args else ""
-    return of in models and _AVERAGE.search(last_name(call)) is not None
-
-
-def _whole(part: ast.expr) -> str:
-    """`model` of `model.head` and `model[0]`: what is frozen, or has buffers, is to be kept too."""
-    found = part
-    while isinstance(found, ast.Attribute | ast.Subscript):
-        found = found.value
-    return found.id if isinstance(found, ast.Name) and found.id != "self" else ast.unparse(part)
-
-
-def _own_names(tree: ast.AST) -> dict[str, int]:
-    """By name, a line that gives it: variables, arguments, functions, classes, and what is imported; this package is
-    not the script's own."""
-    found: dict[str, int] = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                found[name] = node.lineno
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found[name] = node.lineno
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                given = {alias.asname or alias.name.partition(".")[0] for alias in aliases}
-                ours = {"rollback"} if isinstance(node, ast.Import) else set()
-                found |= dict.fromkeys(given - ours, node.lineno)
-    return found

@@ -5,13 +5,13 @@ training too early behind a rollback, and too late behind a resume.
 """
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rollback.source.loop_carried import has_part_in, names_in
 from rollback.source.loop_variables import Dependence, carried_by_loops, innermost, loop_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.syntax import Loop, has_range, is_call_of, last_name, limits_or_counts
+from rollback.source.syntax import Loop, has_range, is_call_of, last_name, leaving, limits_or_counts
 
 
 @dataclass(frozen=True)
@@ -91,23 +91,11 @@ def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
 
 
 def _ending(loops: ScriptLoops, loop: Loop) -> list[ast.expr]:
-    leaving = set(_leaving(loop.body))
-    ends = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and not leaving.isdisjoint(ast.walk(node))]
+    left_at = set(leaving(loop.body))
+    ends = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and not left_at.isdisjoint(ast.walk(node))]
     while_loops = (node for node in ast.walk(loops.tree) if isinstance(node, ast.While))
     ends += [node.test for node in while_loops if node is loop or any(item is loop for item in loops.reached(node))]
     return ends
-
-
-def _leaving(nodes: Iterable[ast.AST], *, inner: bool = False) -> Iterator[ast.AST]:
-    """The `return`s in a loop's body, and each `break` that is of no loop in it. inner: in the body of such a loop."""
-    for node in nodes:
-        if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not inner):
-            yield node
-        if isinstance(node, ast.For | ast.AsyncFor | ast.While):
-            yield from _leaving(node.body, inner=True)
-            yield from _leaving(node.orelse, inner=inner)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _leaving(ast.iter_child_nodes(node), inner=inner)
 
 
 def _begins_iterator(loops: ScriptLoops, loop: Loop) -> bool:

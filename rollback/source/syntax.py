@@ -1,7 +1,7 @@
 """What single nodes of a script's source are, whatever is around them; and the names that a file imports."""
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TypeGuard
 
 Loop = ast.For | ast.While
@@ -45,6 +45,49 @@ def blocks_in(tree: ast.AST) -> Iterator[list[ast.stmt]]:
         for _, value in ast.iter_fields(node):
             if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
                 yield value
+
+
+def leaving(nodes: Iterable[ast.AST], *, inner: bool = False) -> Iterator[ast.Return | ast.Break]:
+    """The `return`s in a loop's body, and each `break` that is of no loop in it. inner: in the body of such a loop."""
+    for node in nodes:
+        if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not inner):
+            yield node
+        if isinstance(node, ast.For | ast.AsyncFor | ast.While):
+            yield from leaving(node.body, inner=True)
+            yield from leaving(node.orelse, inner=inner)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from leaving(ast.iter_child_nodes(node), inner=inner)
+
+
+def may_lack(scope: ast.AST, name: str, at: ast.stmt) -> ast.stmt | None:
+    """The first statement by which a name of the scope gets a value on the way to `at`, if it may get none: where that
+    is in an `if` without an `else`. None: it has one, or never gets any."""
+    before = [part for block in blocks_in(scope) for part in _in_front_of(at, block)]
+    giving = (part for part in before if _gives(part, name))
+    return None if any(_gives(part, name, always=True) for part in before) else next(giving, None)
+
+
+def _in_front_of(at: ast.stmt, block: list[ast.stmt]) -> list[ast.stmt]:
+    """Of a block that has `at`, also in its statements, those in front of it; of others none."""
+    place = next((place for place, part in enumerate(block) if at in [*ast.walk(part)]), 0)
+    return block[:place]
+
+
+def _gives(part: ast.stmt, name: str, *, always: bool = False) -> bool:
+    """Whether behind this statement a name may have a value of it; or always has, where anything comes behind it."""
+    match part:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return False
+        case ast.Raise() | ast.Return() | ast.Continue() | ast.Break() if always:
+            return True
+        case ast.If(body=body, orelse=orelse) if always:
+            return all(any(_gives(each, name, always=True) for each in block) for block in (body, orelse))
+        case ast.With(body=body) if always:
+            return any(_gives(each, name, always=True) for each in body)
+        case ast.For() | ast.While() | ast.Try() | ast.Match() if always:
+            return False
+    stored = (node for node in of_scope(part) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return any(node.id == name for node in stored)
 
 
 def is_call_of(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
@@ -113,6 +156,34 @@ def names_of_imports(tree: ast.AST) -> dict[str, str]:
             case ast.ImportFrom(module=str(module), names=aliases, level=0):
                 found |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in aliases}
     return found
+
+
+def own_names(tree: ast.AST) -> dict[str, int]:
+    """By name, a line that gives it: variables, arguments, functions, classes, and what is imported; this package is
+    not the script's own."""
+    found: dict[str, int] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                found[name] = node.lineno
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found[name] = node.lineno
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                given = {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+                ours = {"rollback"} if isinstance(node, ast.Import) else set()
+                found |= dict.fromkeys(given - ours, node.lineno)
+    return found
+
+
+def behind_imports(tree: ast.Module, lines: list[str]) -> int:
+    """The number of the line behind which another import belongs."""
+    last = next((place for place, line in enumerate(lines) if not line.startswith("#")), 0)  # "#!", "# coding"
+    for place, node in enumerate(tree.body):
+        is_docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring:
+            break
+        last = node.end_lineno or 0
+    return last
 
 
 def full_name(called: ast.expr, names: dict[str, str]) -> str:

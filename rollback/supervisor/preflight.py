@@ -25,9 +25,9 @@ _LAUNCHERS = {
 }
 """What starts ranks of its own: of these the supervisor knows none, so it could not tell which died, nor end them."""
 _STARTS_RANKS = (
-    "notice: {script}, line {line}, starts processes by torch.multiprocessing.spawn: what they train is not protected. "
-    "Unless they meet over file://, they wait for each other in vain where a rank comes to that line, under torchrun "
-    "too. Instead, --nproc N starts the ranks, and each calls the function "
+    "notice: {script}, line {line}, starts ranks by itself, as processes below its own: what they train is not "
+    "protected. Unless they meet over file://, they wait for each other in vain where a rank comes to that line, under "
+    "torchrun too. Instead, --nproc N starts the ranks, and each calls the function "
     'itself, as in main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])), with MASTER_ADDR and MASTER_PORT as '
     "they are"
 )

@@ -54,7 +54,10 @@ class TrainingEnd:
         self._record = run.record
         self.max_steps = max_steps
         self.max_steps_in_words = "max_steps={}"
-        self.way_out = "max_steps=N or guard.epochs(N)"
+        self.way_out = (
+            'max_steps=N or guard.epochs(N); where the script decides, `if guard.finish("enough"): break` in place of '
+            "`break`"
+        )
         """What would have ended the loop where the script has left it; empty: nothing that the script could write."""
         self.on_complete: list[Callable[[], object]] = []
         """Called when the guard has ended the loop at `max_steps`."""

@@ -322,6 +322,11 @@ class Guard:
         return self._loop.training_end.is_on_record
 
     @property
+    def told_to_stop(self) -> bool:
+        """Whether this rank has got a stop signal, and training is not over: all ranks stop behind a coming step."""
+        return self._loop.requests.stop.requested and not self.finished
+
+    @property
     def run(self) -> Path:
         """The run directory."""
         return self._loop.run.paths.root

@@ -114,7 +114,8 @@ class Adoption:
             return
         self._move(ScriptEvent.LEAVES)
         guard, breaks_off = adopted.guard, state is AdoptionState.IN_PASS and not self._progress.limited
-        if state is AdoptionState.IN_PASS:
+        told = self._notices.told_to_stop(together=state is AdoptionState.IN_PASS)
+        if state is AdoptionState.IN_PASS and not told:
             self._notices.share()
             stays = self._with_guard(guard.finish, "the script's own end of its loop")
             left = f"the script has left its loop by itself, at step {guard.step}"
@@ -123,11 +124,10 @@ class Adoption:
                 raise SystemExit(1)
             if breaks_off and not self._sources.ends_by_what_is_restored():
                 self._notices.say(f"{left}. {notices.LEFT_BEHIND}")
-        given_up = state is AdoptionState.ELSEWHERE and bool(self._given_up_by)
+        given_up = told or (state is AdoptionState.ELSEWHERE and bool(self._given_up_by))
         loop = None if breaks_off or given_up or self._sources.ends_by_what_is_restored() else self._led_loop
         if loop is not None and loop.place + 1 < len(loop):
-            left = f"the script has left its loop over epochs by itself, in epoch {loop.place + 1} of {len(loop)}"
-            self._notices.say(f"{left}. {notices.LEFT_BEHIND}")
+            self._notices.say(notices.left_epochs(loop.place + 1, len(loop)))
         guard.close(given_up=given_up)
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
@@ -364,7 +364,7 @@ class Adoption:
             self._notices.refuse(notices.updates_without_loop(self._sources.caller()))
         what = f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start"
         if ours:
-            what = "trains on batches that its loader does not give it one by one: of a list, or a second time"
+            what = "trains on batches that its loader does not give it one by one: of a list, again, or drawn ahead"
         note = self._notices.note_inexact if ours and self._led_loop is None else self._note_inexact
         note(what, adopted.guard.step)  # without a loop that is led another pass may follow
 

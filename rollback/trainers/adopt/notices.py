@@ -59,6 +59,12 @@ class ScriptNotices:
                     )
                 )
 
+    def told_to_stop(self, *, together: bool) -> bool:
+        """Whether a rank has been told to stop. A script that leaves its loop then has handled that signal itself, so
+        far as anyone can tell, and has not come to its end. together: all ranks are here."""
+        here = self.guard is not None and self.guard.told_to_stop
+        return any(Ranks().from_each(here)) if together else here
+
     def note_inexact(self, what: str, step: int) -> None:
         """The script does something at this step that the guard cannot keep exact: it ends, or this is only said."""
         error = inexact(what)
@@ -160,7 +166,7 @@ class ScriptNotices:
 def inexact(what: str) -> UsageError:
     return UsageError(
         f"the script {what}: what a guard of the first alone keeps would not be exact",
-        hint="`rollback adopt` shows how a guard is written into a script, which then says what it is to keep",
+        hint='docs/trainers/adopt.md, "What is refused", has what to write in its place',
     )
 
 
@@ -168,9 +174,9 @@ def updates_without_loop(where: str) -> UsageError:
     return UsageError(
         f"the script updates a model ({where}) with a batch that came from no `for` loop over a DataLoader, or that a "
         "loop inside of it takes apart",
-        hint="--adopt knows `for batch in loader:`, and inside of it loops over a range or over x.chunk(2). For other "
-        "loops, and for batches of next(), of a function such as get_batch or of an iterator of your own, write a "
-        "rollback.Guard into the script: docs/tutorial.md shows how",
+        hint="--adopt knows `for batch in loader:`, inside of it loops over a range or over x.chunk(2), and a loop "
+        "whose `next` is of a generator over a loader. For other loops, and for batches of a function (get_batch) "
+        "or of an iterator of your own, write a rollback.Guard into the script: docs/tutorial.md shows how",
     )
 
 
@@ -211,6 +217,10 @@ def begins_elsewhere(begun: int, first: int) -> str:
         f"the script begins with epoch {begun} now, and the run began with epoch {first}: it seems to load a snapshot "
         "of its own. The guard's epochs go on where the run stands, and are numbered as the run began"
     )
+
+
+def left_epochs(epoch: int, epochs: int) -> str:
+    return f"the script has left its loop over epochs by itself, in epoch {epoch} of {epochs}. {LEFT_BEHIND}"
 
 
 def not_led(where: str) -> str:

@@ -15,7 +15,7 @@ from rollback.rundir.paths import RunPaths
 
 REFUSED = {
     "two optimizers": ("the script has 2 optimizers (SGD, Adam)", "hand it the others by names"),
-    "two loaders": ("trains on two loaders: one of 6 batches of a TensorDataset, one of 12 batches", "rollback adopt"),
+    "two loaders": ("trains on two loaders: one of 6 batches of a TensorDataset, one of 12 batches", "What is refused"),
     "prefetch": ("draws its next batch before optimizer.step()", "num_workers"),
     "a generator that holds a batch back": ("the generator ahead (", "with nothing that holds them in between"),
     "a loop that trains on the batch before": (
@@ -33,17 +33,20 @@ REFUSED = {
         "with a batch that came from no `for` loop over a DataLoader",
         "docs/tutorial.md shows how",
     ),
-    "a list behind the last epoch": ("batches that its loader does not give it one by one", "rollback adopt"),
-    "a list after a pass": ("batches that its loader does not give it one by one", "rollback adopt"),
+    "a list behind the last epoch": ("batches that its loader does not give it one by one", "What is refused"),
+    "a list after a pass": ("batches that its loader does not give it one by one", "What is refused"),
     "itertools.cycle": ("goes over its loader by itertools.cycle", "begin the loader anew"),
-    "an optimizer that comes later": ("a second optimizer, Adam, which was not there at the start", "rollback adopt"),
-    "one pass over several epochs": ("takes the batches of one pass over its loader in several", "rollback adopt"),
-    "a pass that trains nothing": ("computes no gradients there: under torch.no_grad() it may", "rollback adopt"),
-    "a scheduler of each epoch": ("makes a StepLR in its loop over epochs, which the guard does not", "rollback adopt"),
+    "an optimizer that comes later": ("a second optimizer, Adam, which was not there at the start", "What is refused"),
+    "one pass over several epochs": ("takes the batches of one pass over its loader in several", "What is refused"),
+    "a pass that trains nothing": ("computes no gradients there: under torch.no_grad() it may", "What is refused"),
+    "a scheduler of each epoch": (
+        "makes a StepLR in its loop over epochs, which the guard",
+        "What is refused",
+    ),
     "a loader of each epoch": ("makes its DataLoader in its loop over epochs, anew for each", "make the loader once"),
     "a loader of each turn": ("one of 6 batches of a TensorDataset (one that is made anew for each", "make it once"),
-    "a second training": ("trains on its loader again", "rollback adopt"),
-    "a loader twice in each epoch": ("goes over its loader more than once in each of its epochs", "rollback adopt"),
+    "a second training": ("trains on its loader again", "What is refused"),
+    "a loader twice in each epoch": ("goes over its loader more than once in each of its epochs", "What is refused"),
 }
 
 

@@ -175,6 +175,17 @@ class TestFrame:
         assert "iteration to iteration what a guard does not know: `tau` (line" in told.err
         assert "guard.keep" in told.err
 
+    def test_where_a_script_leaves_a_written_guards_loop_is_named_beside_the_diff(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        script = tmp_path / "train.py"
+        script.write_text(SCRIPT.replace("    loss.backward()", "    loss.backward()\n    if loss < 1: break"))
+        assert run(monkeypatch, "adopt", str(script)) == 0
+        told = capsys.readouterr()
+        assert "guard.finish" not in told.out
+        assert "leaves its training by itself (line" in told.err
+        assert '`if guard.finish("enough"): break`' in told.err
+
     def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:
         assert printable("naïve\nβ\x07\x9b\u202e") == "naïve\\nβ\\x07\\x9b\\u202e"
         assert printable_lines("naïve\nβ\x07") == "naïve\nβ\\x07"
@@ -362,7 +373,7 @@ class TestLaunchFlags:
         Path("train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
         Path("train.py").chmod(0o700)
         assert run(monkeypatch, "launch", *words) == ExitCode.DONE
-        told = "train.py, line 2, starts processes by torch.multiprocessing.spawn: what they train is not protected."
+        told = "train.py, line 2, starts ranks by itself, as processes below its own: what they train is not protected."
         assert (told in capfd.readouterr().err) is said
         assert len(launches) == 1
 

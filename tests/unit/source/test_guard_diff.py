@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 
 import pytest
 from warm_server import WarmPopen
@@ -209,6 +209,46 @@ def test_an_average_of_the_model_is_kept(made: str) -> None:
     assert "ema=" not in guard
 
 
+@pytest.mark.parametrize(
+    ("made", "none"),
+    [
+        ("if warm:\n    scheduler = StepLR(optimizer, 9)\n", True),
+        ("if warm:\n    scheduler = StepLR(optimizer, 9)\nelif cold:\n    scheduler = OneCycleLR(optimizer)\n", True),
+        ("with f():\n    if warm:\n        scheduler = StepLR(optimizer, 9)\n", True),
+        ("if warm:\n    scheduler = StepLR(optimizer, 9)\nelse:\n    scheduler = OneCycleLR(optimizer)\n", False),
+        ("if warm:\n    scheduler = StepLR(optimizer, 9)\nelse:\n    raise ValueError\n", False),
+        ("with f():\n    scheduler = StepLR(optimizer, 9)\n", False),
+        ("scheduler = None\nif warm:\n    scheduler = StepLR(optimizer, 9)\n", False),
+    ],
+)
+def test_what_is_made_only_where_a_condition_holds_is_none_elsewhere(made: str, none: bool) -> None:
+    source = "def main():\n" + indent(dedent(HEAD) + made + SIMPLE, "    ")
+    lines = [line for line in guard_diff(source, "train.py").text.splitlines()[2:] if line.startswith("+")]
+    assert ("+    scheduler = None" in lines) == none
+    assert "scheduler=scheduler" in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("loop", "leaves"),
+    [
+        ("for x in loader:\n    loss.backward()\n    if enough:\n        break\n", [8]),
+        ("for n in range(3):\n    for x in loader:\n        loss.backward()\n    if enough:\n        break\n", []),
+        (
+            "for n in range(3):\n    for x in loader:\n        loss.backward()\n        if enough:\n            break\n"
+            "    if enough:\n        break\n",
+            [11],
+        ),
+        (
+            "for n in range(3):\n    for x in loader:\n        loss.backward()\n        if short:\n            break\n",
+            [],
+        ),
+    ],
+)
+def test_it_says_where_the_script_may_leave_its_training_in_the_midst_of_an_epoch(loop: str, leaves: list[int]) -> None:
+    """Behind a whole epoch the end counts as one; such a run is complete."""
+    assert guard_diff(dedent(HEAD) + loop, "train.py").leaves == leaves
+
+
 def test_an_optimizer_of_several_modules_is_refused_with_what_to_do() -> None:
     source = dedent(HEAD).replace("model.parameters()", "[*a.parameters(), *b.parameters()]") + SIMPLE
     with pytest.raises(UsageError, match="this loop has an optimizer of a and b") as refused:
@@ -326,6 +366,14 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
             "def train(batches):\n    batches.sampler.set_epoch(1)\n    for x in batches:\n        loss.backward()\n"
             "for epoch in range(3):\n    train(loader)",
             "is in a function that asks batches.sampler in line 6",
+        ),
+        (
+            "for i in range(3):\n    scheduler = StepLR(optimizer, 9)\n    for x in loader:\n        loss.backward()",
+            "this loop sets scheduler inside of it (line 6); by hand: make it in front of the loop",
+        ),
+        (
+            "for x, y in zip(loader, other):\n    model(x, y).backward()",
+            "as its loader an object whose __iter__ returns zip(loader, other)",
         ),
         (
             "for x in islice(loader, 9):\n    model(x).backward()",

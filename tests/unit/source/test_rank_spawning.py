@@ -19,10 +19,25 @@ def test_whatever_the_name_of_spawn_it_is_found(source: str) -> None:
     assert line_of_spawn(source.encode()) == 2
 
 
+@pytest.mark.parametrize("process", ["mp.Process", "Process", "mp.get_context('spawn').Process"])
+@pytest.mark.parametrize("meets", ["dist.init_process_group('gloo')", "setup(rank)"])
+def test_processes_whose_function_makes_a_process_group_are_ranks(process: str, meets: str) -> None:
+    source = f"""def setup(rank):
+    torch.distributed.init_process_group("gloo", rank=rank)
+def work(rank):
+    {meets}
+for rank in range(2):
+    {process}(target=work, args=(rank,)).start()
+"""
+    assert line_of_spawn(source.encode()) == 6
+
+
 @pytest.mark.parametrize(
     "source",
     [
         "import multiprocessing as mp\nmp.spawn(main)",
+        "def log():\n    pass\ndist.init_process_group()\nmp.Process(target=log).start()",
+        "def main():\n    dist.init_process_group()\npsutil.Process(main)",
         "import torch.multiprocessing as mp\nmp.set_start_method('spawn')\nmp.Process(target=main).start()",
         "from .torch.multiprocessing import spawn\nspawn(main)",
         "spawn(main)",

@@ -45,6 +45,28 @@ def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
     assert done == ["closed", "destroyed"] if ends else ["destroyed"]
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_script_that_leaves_its_loop_when_it_is_told_to_stop_has_not_come_to_its_end(told: bool) -> None:
+    """It handles SIGTERM itself. Its run would count as complete, and the next launch would train nothing."""
+    done: list[str] = []
+
+    def finish(by: str) -> bool:
+        done.append("finished")
+        return True
+
+    def close(*, given_up: bool) -> None:
+        done.append("given up" if given_up else "closed")
+
+    adoption = Adoption(strict=False)
+    guard = cast(Guard, SimpleNamespace(close=close, finish=finish, step=5, exit_order=ExitOrder(), told_to_stop=told))
+    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
+    adoption._notices.guard = guard
+    adoption._move(ScriptEvent.GUARD_MADE)
+    adoption._move(ScriptEvent.PASS_BEGAN)
+    adoption.end()
+    assert done == (["given up"] if told else ["finished", "closed"])
+
+
 def test_batches_of_another_loader_come_from_an_iterator_with_all_that_it_has() -> None:
     """A script may end the workers of its evaluation by itself."""
     adoption = Adoption(strict=False)
