@@ -38,11 +38,9 @@ def cursor_for(loader: Any) -> Cursor:
             "its workers finish, so no start would get them in the same order again",
             hint="take in_order=False out: its workers still work side by side, and each item waits for its turn",
         )
-    if _is_torchdata_map_style(loader):
-        return MapStyleCursor(loader)
-    if _is_torchdata_loader(loader) and not hasattr(loader.dataset, "state_dict"):
-        # Its data set keeps no state, so the loader itself iterates again from the start and drops what was read.
-        return ReiteratedCursor(loader)
+    if _is_torchdata_loader(loader) and not _keeps_state(loader):
+        # By index, or else read again from the start, as the loader itself does it where its parts keep no state.
+        return ReiteratedCursor(loader) if _is_iterable_style(loader) else MapStyleCursor(loader)
     if (stream := HuggingFaceStream.of(loader)) is not None and stream.loses_its_place():  # so it is read again
         return ReiteratedCursor(loader)
     if hasattr(loader, "__iter__") and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
@@ -64,23 +62,24 @@ def _is_plain_map_style(loader: Any) -> bool:
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
         and type(loader)._get_iterator is DataLoader._get_iterator
-        and not isinstance(loader.dataset, (IterableDataset, MapDataPipe))
+        and not _is_iterable_style(loader)
     )
 
 
-def _is_torchdata_map_style(loader: Any) -> bool:
-    """Whether it is torchdata's StatefulDataLoader, and neither its data set nor a sampler of the user's keeps a state.
+def _is_iterable_style(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, (IterableDataset, MapDataPipe))
 
-    Such a loader reads by index as torch does. Going back by index is then exact where its own state is not: that state
-    lacks its workers' random states and a generator that was handed to it.
+
+def _keeps_state(loader: Any) -> bool:
+    """Whether the data set of torchdata's StatefulDataLoader, or a sampler of the user's, has a state: then it may go
+    on where it stands whenever it is iterated, and only the loader's own state leads to a position.
+
+    Without any, such a loader reads as torch does. Going back by index is then exact where its own state is not: that
+    state lacks its workers' random states and a generator that was handed to it.
     """
-    if not _is_torchdata_loader(loader):
-        return False
     samplers = [loader.batch_sampler, loader.sampler]
     own = [item for item in samplers if type(item).__module__.partition(".")[0] not in ("torch", "torchdata")]
-    return not isinstance(loader.dataset, (IterableDataset, MapDataPipe)) and not any(
-        hasattr(item, "state_dict") for item in [loader.dataset, *own]
-    )
+    return any(hasattr(item, "state_dict") for item in [loader.dataset, *own])
 
 
 def _is_torchdata_loader(loader: Any) -> bool:

@@ -35,10 +35,18 @@ class EpochSetters:
 
     def give(self, epoch: int, values: list[int]) -> None:
         """Sets the parts to the values that they had at the opening of `epoch`."""
+        self._set(values)
+        self._given[epoch] = self._left_at = values
+
+    def insist(self, values: list[int]) -> None:
+        """Sets the parts once more to what the script has told them, where a state that was loaded since has others."""
+        if self._now() != values:
+            self._set(values)
+
+    def _set(self, values: list[int]) -> None:
         if len(values) == len(self._setters):  # else the script is put together otherwise than it was
             for (setter, _), value in zip(self._setters, values, strict=True):
                 setter.set_epoch(value)
-        self._given[epoch] = self._left_at = values
 
     def leave(self) -> None:
         """To be called when the position is now between two epochs: the values may belong to a later epoch."""

@@ -58,15 +58,21 @@ class StatefulCursor(InOrderCursor):
         return self._loader.state_dict() if self._to_load is None else self._to_load
 
     def _open(self) -> None:
+        told = self._epoch_setters.told is not None
         epochs = self._epoch_setters.at_opening(self.epoch)
         self._ahead, self._is_lost = None, False
         self._drawn_from = [False] * len(self.generators)
         if self._hf_stream is not None and self._has_moved:
             self._to_load = None
             self._hf_stream.begin_anew()
+        resumed = self._to_load is not None
         self._load()
+        if resumed and told:  # the state is of the epoch before, and may say so
+            self._epoch_setters.insist(epochs)
         self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs, "generators": self.generators.states()}
         self._iterator = iter(self._loader)
+        if resumed and told:  # torchdata's loader has loaded it only now
+            self._epoch_setters.insist(epochs)
         if self.batch == 0:
             with rng.preserved():
                 self._beginning = copy.deepcopy(self._loader.state_dict())

@@ -78,6 +78,33 @@ class Reader:
         self.position = state["position"]
 
 
+class StatefulSampler(Sampler[int]):
+    """As torchdata documents it: draws from a generator of its own, and goes on where it stands."""
+
+    def __init__(self) -> None:
+        self.generator, self.given = torch.Generator().manual_seed(3), 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        while self.given < len(self):
+            self.given += 1
+            yield int(torch.randint(100, (), generator=self.generator))
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+        self.generator.set_state(state["generator"])
+
+
+def with_stateful_sampler(**settings: Any) -> Any:
+    return StatefulDataLoader(range(100), batch_size=3, sampler=StatefulSampler(), **settings)  # type: ignore[arg-type]
+
+
 def augmenting(**settings: Any) -> Any:
     """torchdata's nodes, of which one draws in this process; with a `ParallelMapper` of these settings."""
     node: Any = nodes.SamplerWrapper(RandomSampler(range(14)))
@@ -106,6 +133,8 @@ LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
         "map-style",
         lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True, num_workers=1),  # type: ignore[arg-type]
     ),
+    "StatefulDataLoader, stateful sampler": ("stateful", with_stateful_sampler),
+    "StatefulDataLoader, stateful sampler, worker": ("stateful", lambda: with_stateful_sampler(num_workers=1)),
 }
 
 
@@ -162,6 +191,16 @@ def test_each_kind_goes_back_to_every_position(name: str) -> None:
         fresh.close()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_batch_of_a_sampler_that_goes_on_where_it_stands_is_lost(workers: int) -> None:
+    loader = with_stateful_sampler(num_workers=workers)
+    expected = [repr(batch) for _ in range(2) for batch in loader]
+    cursor = cursor_for(with_stateful_sampler(num_workers=workers))
+    assert drive(cursor, len(expected)) == expected
+    assert cursor.epoch == 1  # the second of them, and its last batch was the last of those
+    cursor.close()
+
+
 @pytest.mark.parametrize("in_this_process", [True, False])
 def test_an_epoch_that_follows_a_position_between_two_is_drawn_from_the_same_generator(in_this_process: bool) -> None:
     def make() -> DataLoader[int]:
@@ -177,6 +216,44 @@ def test_an_epoch_that_follows_a_position_between_two_is_drawn_from_the_same_gen
     other = cursor if in_this_process else cursor_for(make())
     other.load_state_dict(between)
     assert drive(other, 6) == expected
+
+
+class EpochReader(Reader):
+    """Has other data in each epoch, and keeps its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            yield 1000 * self.epoch + number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.epoch = state["epoch"]
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_a_position_between_two_epochs_does_not_undo_what_the_script_says_of_the_next(behind: int) -> None:
+    reader = EpochReader()
+    cursor = cursor_for(reader)
+    reader.set_epoch(behind)
+    drive(cursor, 7)
+    with pytest.raises(StopIteration):
+        cursor.next()
+    fresh_reader = EpochReader()
+    fresh = cursor_for(fresh_reader)
+    fresh.load_state_dict(cursor.state_dict())
+    fresh_reader.set_epoch(behind + 1)
+    reader.set_epoch(behind + 1)
+    assert drive(fresh, 7) == drive(cursor, 7)
 
 
 class SeededReader(Reader):
