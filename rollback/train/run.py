@@ -35,7 +35,8 @@ def require_first(paths: RunPaths) -> None:
         raise UsageError(
             f"a second guard in one job: {paths.root} is the run directory of the first one's training",
             hint="make one guard, in front of all loops (while, folds, seeds). For several trainings, call "
-            "`rollback launch --run DIR` once for each",
+            "`rollback launch --run DIR` once for each. Where the first one ran out of memory and a decorator begins "
+            "anew with smaller batches (accelerate's find_executable_batch_size), begin with batches that fit",
         )
 
 

@@ -485,6 +485,17 @@ def require_ended(known: list[threading.Thread]) -> None:
             assert not thread.is_alive(), thread.name
 
 
+def test_a_training_that_begins_anew_with_smaller_batches_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """find_executable_batch_size swallows the error that there was no memory, so nothing else says why it did."""
+    guard(tmp_path / "run").close()
+    monkeypatch.setenv(ENV_SUPERVISOR, "1:0.0")
+    with pytest.raises(UsageError, match="a second guard in one job") as refused:
+        guard(tmp_path / "run")
+    assert "begin with batches that fit" in str(refused.value.hint)
+
+
 @pytest.mark.parametrize(("error", "place"), BROKEN_OFF)
 def test_a_second_guard_that_is_refused_leaves_the_first_one_its_heartbeat_and_its_failure_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str
