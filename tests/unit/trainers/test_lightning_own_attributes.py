@@ -1,11 +1,12 @@
 """What a LightningModule keeps for itself comes back, if training has changed it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rollback.train.advice.unkept_state import _numbers_of
+from rollback.train.advice.own_numbers import OwnNumbers
 
 
 @pytest.fixture
@@ -58,7 +59,13 @@ def test_what_training_has_changed_is_there_in_a_new_process_and_settings_are_th
 def test_numbers_that_come_back_are_not_called_unkept(make: Any) -> None:
     module, _ = make()
     module.part = type(module)(0.3)
-    assert [name for name, _ in _numbers_of({"model": module})] == ["model.part.rate"]
+    kept = SimpleNamespace(has_attribute=lambda *_: False)
+    numbers = OwnNumbers(SimpleNamespace(modules={"model": module}, objects={}, kept=kept))  # type: ignore[arg-type]
+    for _ in range(5):
+        module.rate *= 0.9
+        module.part.rate *= 0.9
+        numbers.look()
+    assert numbers.of_modules() == ["model.part.rate"]
 
 
 def test_a_rollback_to_where_training_began_undoes_all(make: Any) -> None:

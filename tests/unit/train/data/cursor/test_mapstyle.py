@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import faulthandler
 import itertools
 import json
 import multiprocessing.util
@@ -433,6 +434,7 @@ def test_workers_see_the_user_s_own_data_set(dataset: Any, context: str | None, 
 
 
 def abort_at_the_end(_: int) -> None:
+    faulthandler.disable()  # or pytest's one prints a traceback among the results
     multiprocessing.util.Finalize(None, os.abort, exitpriority=1)
 
 
