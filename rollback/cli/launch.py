@@ -24,7 +24,7 @@ from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import supervise
 from rollback.supervisor.torchrun.command import LaunchedJob, LaunchOptions
-from rollback.supervisor.torchrun.flags import FLAGS, read_flags
+from rollback.supervisor.torchrun.flags import FLAGS, endpoint_of, read_flags
 from rollback.supervisor.torchrun.redaction import redacted
 from rollback.terminal.messages import line_for, say
 from rollback.trackers.process import trackers_beside
@@ -62,6 +62,7 @@ def launch(
     flags = read_flags({flag.parameter: given.pop(flag.parameter) for flag in FLAGS}, os.environ)
     preflight.require_script(script, flags)
     preflight.require_files(flags)
+    endpoint_of(flags)  # else each attempt would find that it is none, or wait
     paths = RunPaths(run if run is not None else preflight.default_run(script, flags))
     if key := seal or os.environ.get(ENV_SEAL):
         use(Path(key), paths.root)

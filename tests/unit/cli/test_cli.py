@@ -456,6 +456,8 @@ class TestLaunchMistakes:
             (["--snapshot-every", "0", "train.py"], "--snapshot-every: 0 leaves nothing to restore"),
             (["--max-restarts", "-1", "train.py"], "--max-restarts: '-1' is not a number of restarts"),
             (["--skips-of", "nowhere", "train.py"], "--skips-of: nowhere is not a run directory"),
+            (["--rdzv-endpoint", "::1", "train.py"], "the rendezvous endpoint '::1': ':' is no host"),
+            (["--nnodes", "2", "--rdzv-endpoint", "h:http", "train.py"], "'h:http': 'http' is no port from 0 to 65535"),
             (["--no-such-flag", "train.py"], "No such option: --no-such-flag"),
             ([], "Missing argument 'SCRIPT'"),
         ],
