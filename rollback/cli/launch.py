@@ -14,7 +14,7 @@ import typer
 from rollback.cli.options.parameters import GRACE, LAUNCH_PARAMETERS, declares
 from rollback.cli.options.settings import hang_limits, read_settings, restart_budget_of
 from rollback.config import option
-from rollback.errors import ExitCode, RollbackError, ScriptRefused
+from rollback.errors import ExitCode, RollbackError, ScriptRefused, UsageError
 from rollback.live.screen import Screen
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import ENV_SEAL, use
@@ -70,6 +70,8 @@ def launch(
     budget = restart_budget_of(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)
     names = [name for listed in secret_args or [] for name in listed.split(",") if name]
+    if secret_args and not names:
+        raise UsageError("--secret-args names no option of the script", hint="for example --secret-args wandb-key")
     runner = preflight.adopting_runner(adopt, flags)
     job = LaunchedJob(flags, script, arguments or [], torchrun_flag or (), names, runner)
     trackers = _tracker_flags(tensorboard, wandb, paths.root)
