@@ -30,6 +30,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from rollback.errors import ExitCode
 from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
@@ -142,6 +143,17 @@ class FirstCause:
             return "before the first update of the run"
         in_first_update = self.may_blame_the_batch and self.record.doing == "training" and self.record.step == 0
         return "in the first update of the run" if in_first_update and not self.record.unreadable else ""
+
+    @property
+    def next_start(self) -> str | None:
+        """What the next start does, where nothing has to be mended before it: only a process that has gone back ends by
+        this error. At its start the job would have been refused by it, and no attempt would have failed."""
+        if self.record is None or self.record.error != "rollback.errors.RunDoesNotFit":
+            return None
+        return (
+            "the same command starts the script anew, which may fit where a process that had gone back did not; if it "
+            f"does not, it is refused with exit code {ExitCode.UNFIT:d}"
+        )
 
     def is_behind(self, finished: Finished | None) -> bool:
         """Whether the script raised behind its training, whose final state is kept: it would raise there again."""
