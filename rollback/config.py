@@ -48,13 +48,14 @@ PRESETS: Mapping[PresetName, Reach] = {
 }
 
 
+EMPTY = "it is empty: name a file or a folder, or leave it out"
 FIRST_PACE = 50
 """Steps between checkpoints where `snapshot_every` is `auto` and no cost has been measured yet."""
 
 
-def _path_of_weights(given: str | os.PathLike[str] | None) -> str | None:
+def _named(given: str | os.PathLike[str] | None) -> str | None:
     if given == "":  # a shell variable that is not set: training would begin with random weights, without a word
-        raise ValueError("it is empty: name a file or a folder, or leave it out")
+        raise ValueError(EMPTY)
     return None if given is None else str(given)
 
 
@@ -102,7 +103,9 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         description="steps between checkpoints; auto: by what they cost; 0 takes none at all (observe only)",
     )
     overhead: float = Field(0.01, gt=0, le=1, description="share of the time that checkpoints may hold up the loop")
-    fast_tier: str = Field("auto", description="checkpoints in memory: auto (in /dev/shm), off, or a directory")
+    fast_tier: Annotated[str, BeforeValidator(_named)] = Field(
+        "auto", description="checkpoints in memory: auto (in /dev/shm), off, or a directory"
+    )
     last_snapshot: Literal["auto", "on", "off"] = Field(
         "auto", description="when a rank dies, keep the state that the others still hold; auto: not on GPUs"
     )
@@ -126,7 +129,7 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     accept_structural: bool = Field(
         False, description="go on after a structural stop (exit code 76) although no setting has changed"
     )
-    init: Annotated[str | None, BeforeValidator(_path_of_weights)] = Field(
+    init: Annotated[str | None, BeforeValidator(_named)] = Field(
         None, description="begin a new run with these weights: safetensors (file or folder) or a DCP checkpoint; a run "
         "with checkpoints does not read it",
         json_schema_extra={"metavar": "PATH"},

@@ -29,14 +29,18 @@ def gone_in_words(ranks: Sequence[int]) -> str:
 @dataclass(frozen=True)
 class Calls:
     """What a script types to reach the guard, for advice. hand_over: where an object is handed over, up to its name;
-    step: the number of the step; keep: where a value is to be kept, None where only objects can be."""
+    step: the number of the step; keep: where a value is to be kept, None where only objects can be; first: what is to
+    be said of a script that can type none of it yet."""
 
     hand_over: str = "Guard(..., "
     step: str = "guard.step"
     keep: str | None = "guard.keep"
+    first: str = ""
 
     def put_into(self, text: str) -> str:
         """An advice that is written for those who make a guard."""
+        if self.first and re.search(r"Guard\(|guard\.", text):
+            text = f"{text}. {self.first}"
         text = text.replace("Guard(..., ", self.hand_over).replace("guard.step", self.step)
         if self.keep is not None:
             return text.replace("guard.keep", self.keep)

@@ -12,7 +12,7 @@ from rollback.cli.options.settings import read_settings
 from rollback.config import Settings
 from rollback.errors import ExitCode, UsageError
 from rollback.supervisor.preflight import require_script
-from rollback.supervisor.torchrun.flags import FLAGS, read_flags
+from rollback.supervisor.torchrun.flags import FLAGS, endpoint_of, read_flags
 from rollback.terminal.messages import say
 
 _PANEL = "The drill"
@@ -68,6 +68,7 @@ def drill(
     faults = choose(only)
     flags = read_flags(given, os.environ)
     require_script(script, flags)
+    endpoint_of(flags)
     if flags.get("nnodes", "1") not in ("1", "1:1"):
         raise UsageError("--nnodes: a drill runs on one node", hint="what a lost node does is not drilled")
     settings = {name: given[name] for name in Settings.model_fields if name in given}

@@ -14,7 +14,7 @@ import typer
 from rollback.cli.options.parameters import GRACE, LAUNCH_PARAMETERS, declares
 from rollback.cli.options.settings import hang_limits, read_settings, restart_budget_of
 from rollback.config import option
-from rollback.errors import ExitCode, RollbackError, ScriptRefused
+from rollback.errors import ExitCode, RollbackError, ScriptRefused, UsageError
 from rollback.live.screen import Screen
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import ENV_SEAL, use
@@ -24,7 +24,7 @@ from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import supervise
 from rollback.supervisor.torchrun.command import LaunchedJob, LaunchOptions
-from rollback.supervisor.torchrun.flags import FLAGS, read_flags
+from rollback.supervisor.torchrun.flags import FLAGS, endpoint_of, read_flags
 from rollback.supervisor.torchrun.redaction import redacted
 from rollback.terminal.messages import line_for, say
 from rollback.trackers.process import trackers_beside
@@ -62,6 +62,7 @@ def launch(
     flags = read_flags({flag.parameter: given.pop(flag.parameter) for flag in FLAGS}, os.environ)
     preflight.require_script(script, flags)
     preflight.require_files(flags)
+    endpoint_of(flags)  # else each attempt would find that it is none, or wait
     paths = RunPaths(run if run is not None else preflight.default_run(script, flags))
     if key := seal or os.environ.get(ENV_SEAL):
         use(Path(key), paths.root)
@@ -69,6 +70,8 @@ def launch(
     budget = restart_budget_of(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)
     names = [name for listed in secret_args or [] for name in listed.split(",") if name]
+    if secret_args and not names:
+        raise UsageError("--secret-args names no option of the script", hint="for example --secret-args wandb-key")
     runner = preflight.adopting_runner(adopt, flags)
     job = LaunchedJob(flags, script, arguments or [], torchrun_flag or (), names, runner)
     trackers = _tracker_flags(tensorboard, wandb, paths.root)

@@ -64,7 +64,27 @@ def export_dcp(run: ReadableRun, word: str | None, output: Path, *, force: bool 
             except CheckpointException as error:
                 raise _first_cause(error) from error
             size = sum(path.stat().st_size for path in temporary.iterdir())
-    return Exported(found.name, found.manifest.step, len(placeholders), size, left_out, found.notices)
+    notices = [*found.notices, *_left_out(found.contents.shared["objects"])]
+    return Exported(found.name, found.manifest.step, len(placeholders), size, left_out, notices)
+
+
+def _left_out(objects: Mapping[str, Any]) -> list[str]:
+    """A notice of what the guard keeps by names of its own that somebody may look for: a second optimizer, weights."""
+    names = [name for name, state in objects.items() if _is_of_an_optimizer(state) or _has_tensors(state)]
+    if not names:
+        return []
+    listed = ", ".join(map(repr, sorted(names)))
+    return [f"left out, since this form has one model and one optimizer: what the guard keeps as {listed}"]
+
+
+def _is_of_an_optimizer(state: Any) -> bool:
+    return isinstance(state, Mapping) and "param_groups" in state
+
+
+def _has_tensors(state: Any) -> bool:
+    if isinstance(state, Mapping | list | tuple):
+        return any(map(_has_tensors, state.values() if isinstance(state, Mapping) else state))
+    return isinstance(state, Stored | StoredParts)
 
 
 class _Planner(DefaultSavePlanner):

@@ -13,7 +13,7 @@ from rollback.checkpoints import ring
 from rollback.checkpoints.format.direct import write_direct
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.format.shard import not_read
-from rollback.errors import CheckpointDamaged, RingUnavailable
+from rollback.errors import CheckpointDamaged, RingUnavailable, reporting
 from rollback.ring.copy_requests import CopyingHosts
 from rollback.rundir.paths import RunPaths, has_packs
 from rollback.system import files
@@ -21,7 +21,8 @@ from rollback.system.durable import open_regular
 
 
 class RingInRun:
-    """Checkpoints in RUN/ring. The record is there already. Methods raise OSError; see `DurableRing`."""
+    """Checkpoints in RUN/ring. The record is there already. What a disk refuses is a RingUnavailable that names the
+    place; see `DurableRing`."""
 
     def __init__(self, paths: RunPaths, others: CopyingHosts | None = None) -> None:
         self._paths = paths
@@ -34,10 +35,11 @@ class RingInRun:
 
     def open(self) -> None:
         """Remove half-written checkpoints of an earlier drainer."""
-        files.make_directory(self._paths.ring)
-        for path in self._paths.ring.glob(".draining-*"):
-            _remove(path)
-        self._others.meet()
+        with reporting(RingUnavailable, f"opening {self.place}"):
+            files.make_directory(self._paths.ring)
+            for path in self._paths.ring.glob(".draining-*"):
+                _remove(path)
+            self._others.meet()
 
     def held(self) -> Sequence[str]:
         return ring.names(self._paths)
@@ -51,6 +53,10 @@ class RingInRun:
 
         Raises CheckpointUnusable where a shard is not, or no longer, what the manifest says, or cannot be read.
         """
+        with reporting(RingUnavailable, f"copying {manifest.name} into {self.place}"):
+            self._put(manifest, directory)
+
+    def _put(self, manifest: Manifest, directory: Path) -> None:
         arriving = self._paths.draining(manifest.name)
         stored = manifest.packed()
         files.make_new_directory(arriving)
@@ -78,10 +84,11 @@ class RingInRun:
 
     def evict(self, name: str) -> bool:
         """Remove a checkpoint. False: it is pinned by now, and stays."""
-        try:
-            return ring.evict(self._paths, name)
-        except FileNotFoundError:  # put into quarantine by the ranks
-            return True
+        with reporting(RingUnavailable, f"removing {name} from {self.place}"):
+            try:
+                return ring.evict(self._paths, name)
+            except FileNotFoundError:  # put into quarantine by the ranks
+                return True
 
     def keep_record(self) -> bool:
         """Do nothing: the record is in the run directory. False: nothing shows that the disk takes anything."""
@@ -106,8 +113,8 @@ def _remove(arriving: Path) -> None:
 def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
     """Copy a shard past the page cache into a new file, or to its place in a pack, and sync it.
 
-    Raises OSError, and CheckpointDamaged where it is not what its manifest says; the file is then useless.
-    CheckpointUnreadable where it cannot be read.
+    Raises RingUnavailable where it cannot be written, and CheckpointDamaged where it is not what its manifest says; the
+    file is then useless. CheckpointUnreadable where it cannot be read.
     """
     try:
         with open_regular(source) as file:
@@ -117,6 +124,7 @@ def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
     except (OSError, ValueError) as error:
         raise not_read(source, error) from error
     # It is closed when nobody holds it any more. By hand it cannot be where the disk refuses: the error's frames do.
-    written = write_direct(target, memoryview(content), shard.start)
+    with reporting(RingUnavailable, f"writing {target}"):
+        written = write_direct(target, memoryview(content), shard.start)
     if written != shard.written:
         raise CheckpointDamaged(f"the shard {source} is not what its manifest says (hash {written.digest})")

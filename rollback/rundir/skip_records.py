@@ -9,6 +9,8 @@ from rollback.facts.fact import Count
 from rollback.system.durable import open_regular
 from rollback.system.small_json import fault_of, parse_model
 
+WRITING = "writing the skip record"
+"""What the journal calls it where the disk refuses: without a reason, what a record lacks looks like damage."""
 _LINE_LIMIT = 8 << 20  # a skipped batch of a million samples on one rank; a hostile line is not read into memory
 _DAMAGED_LIMIT = 1000  # lines: more than that is no record with some damage
 

@@ -105,8 +105,9 @@ class Attempts:
             self._nodes.failed(first.rank if first is not None and not blamed else None, progressed=progressed)
             decision: Restart | GiveUp
             if evidence.left.guarded or evidence.hung is not None:
+                outside = evidence.killed or (first is not None and first.is_shortage)
                 budget, decision = budget.after_failure(
-                    progressed=progressed, attached=evidence.attached, killed=evidence.killed, blamed=blamed,
+                    progressed=progressed, attached=evidence.attached, killed=outside, blamed=blamed,
                     mistake=first.mistake if first is not None else "",
                 )  # fmt: skip
             else:
@@ -114,7 +115,8 @@ class Attempts:
             why = cause(evidence, first)
             if isinstance(decision, GiveUp):
                 self._tell_failure(first, why)
-                return self._end(ExitCode.FAILED, f"{why}; {decision.reason}")
+                hint = first.next_start if first is not None and not budget.limit else None  # else it was tried
+                return self._end(ExitCode.FAILED, f"{why}; {decision.reason}", hint=hint)
             self._own_journal.note(
                 facts.RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
             )
@@ -340,10 +342,18 @@ class Attempts:
         reason = reason_of(end, evidence, lacking, why)
         return self._end(EXIT_CODES[end], reason, protected=protected, lacking=lacking is not None)
 
-    def _end(self, exit_code: ExitCode, reason: str, *, protected: bool = True, lacking: bool = False) -> RunResult:
+    def _end(
+        self,
+        exit_code: ExitCode,
+        reason: str,
+        *,
+        protected: bool = True,
+        lacking: bool = False,
+        hint: str | None = None,
+    ) -> RunResult:
         """lacking: the reason is about what the durable ring does not have."""
         self._drain_the_rest()
-        hint = self._draining.hint if lacking else None
+        hint = self._draining.hint if lacking else hint
         self._own_journal.note(facts.RunEnded(exit_code=exit_code, reason=f"{reason}; {hint}" if hint else reason))
         self._draining.close()
         record = RecordPlace() if self._own_journal.opened else None

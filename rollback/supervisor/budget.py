@@ -46,8 +46,8 @@ class Budget:
         """The budget after a failed attempt, and what follows.
 
         progressed: the attempt got further than all before it. attached: its ranks had agreed where to begin. killed:
-        somebody ended the attempt. blamed: data are to blame and will be left out, so no delay is needed.
-        mistake: where the script failed for a reason that no restart mends; empty: it did not.
+        somebody ended the attempt, or the system gave it no process. blamed: data are to blame and will be left out, so
+        no delay is needed. mistake: where the script failed for a reason that no restart mends; empty: it did not.
 
         The first restart after progress comes at once. The second one waits, and from there the delay doubles. A job
         that fails twice in a row before its ranks have attached gets no third attempt: a delay does not cure a syntax

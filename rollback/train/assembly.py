@@ -20,7 +20,7 @@ from rollback.train.catalogue.remote import HostCopies, RemoteRing
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.recorder import say
 from rollback.train.data.batches import Batches
-from rollback.train.data.cursor.generators import generators_beside
+from rollback.train.data.cursor.generators import generators_beside, outside_of
 from rollback.train.data.passes import Passes
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.data.skips import SkipList
@@ -123,6 +123,8 @@ def assemble(
     generators = generators_beside(state.modules, {"optimizer": optimizer, **objects}, loader, variables)
     if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
         state.kept.keep_generators(generators)
+    elif cursor.kind == "stateful":
+        generators = outside_of(loader, generators)
     advisor = Advisor(state, updates, model, UnkeptState(state, generators, variables))
     kept = ProbeUpdates(wanted=run.settings.probe and not run.settings.observe_only)
     judge = Judge(

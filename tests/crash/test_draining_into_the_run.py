@@ -16,7 +16,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.config import Settings
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.facts.training import Drained, DrainFailed, Fact
 from rollback.ring import drainer as draining
 from rollback.ring import in_run
@@ -164,6 +164,32 @@ def test_a_shard_that_cannot_be_read_for_a_moment_is_copied_at_the_next_try(
     assert drainer.wait(DrainPhase.CLOSED, 30)
     assert [fact.checkpoint for fact in facts if isinstance(fact, DrainFailed)] == [None, name][:failures]
     assert ring.names(run.paths) == ([name] if failures == 1 else [])
+
+
+@pytest.mark.parametrize("refused", ["write_direct", "files.make_new_directory", "files.make_directory", "ring.evict"])
+def test_what_the_disk_refuses_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """The system names no file where a write fails."""
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source, name = in_memory(tmp_path / "source", 1, 20)
+    manifest, directory = read_manifest(source.checkpoint(name)), source.checkpoint(name)
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    write_checkpoint(paths, 0, 10)
+    monkeypatch.setattr(f"rollback.ring.in_run.{refused}", full)
+    at_run = RingInRun(paths)
+
+    def work() -> None:
+        at_run.open()
+        at_run.put(manifest, directory)
+        at_run.evict(OLD)
+
+    with pytest.raises(RingUnavailable, match=f" {paths.ring}.*: No space left on device$"):
+        work()
 
 
 def test_a_fast_tier_that_is_made_after_the_ranks_have_attached_is_drained_too(

@@ -14,7 +14,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from rollback.cli.options.spelling import OTHER_FLAG
-from rollback.config import Settings, option
+from rollback.config import EMPTY, Settings, option
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.torchrun.flags import FLAGS, Flag
 
@@ -68,8 +68,16 @@ def flag(
 ) -> inspect.Parameter:
     """A flag that is not given is None. names: its spellings; by default that of the field."""
     spelt = names or (option(field),)
-    declared = typer.Option(*spelt, metavar=metavar, help=text, min=least, rich_help_panel=panel)
+    parser = _path if kind is Path else None
+    declared = typer.Option(*spelt, metavar=metavar, help=text, min=least, parser=parser, rich_help_panel=panel)
     return parameter(field, kind | None, declared)
+
+
+def _path(text: str) -> Path:
+    """Of an empty one Python would make the working directory, where a run would then be made."""
+    if not text:
+        raise typer.BadParameter(EMPTY)
+    return Path(text)
 
 
 def switch(field: str, panel: str, text: str, *, name: str | None = None) -> inspect.Parameter:

@@ -21,7 +21,7 @@ from pydantic import Field
 from rollback.checkpoints.tiers import locate
 from rollback.errors import ExitCode, JournalDamaged, RunDirectoryError
 from rollback.facts.history import History, fold, is_in, merge_windows
-from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
+from rollback.facts.training import Attached, JournalEntry, PassedOver, Trouble, Window
 from rollback.inspect.audit.passings import CONDITIONS, passings
 from rollback.inspect.document import Document, ReportItem
 from rollback.inspect.record.reading import lost_lines, merge, require_run_directory
@@ -30,7 +30,7 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.journal import examine_journal, of_kind, of_kinds
 from rollback.rundir.metrics.column_file import read_blocks
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.skip_records import read_skipped
+from rollback.rundir.skip_records import WRITING, read_skipped
 from rollback.system.durable import open_regular
 from rollback.terminal.messages import printable
 
@@ -128,14 +128,18 @@ def _skips(paths: RunPaths, records: list[JournalEntry], history: History) -> li
     for window in told:
         if not any(window.first in other and window.last in other for other in listed):
             found.append(f"the skip list does not have all that was passed over: {window.in_words()}")
+    refused = next((fact.error for _, fact in of_kind(records, Trouble) if fact.doing == WRITING), None)
     for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
         # An attempt may have had fewer ranks than another.
         seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
-        found += _shorten(_rank(paths.skip_record(rank), seen, listed, conditions), "of this rank")
+        found += _shorten(_rank(paths.skip_record(rank), seen, listed, conditions, refused), "of this rank")
     return found
 
 
-def _rank(path: Path, told: list[Window], listed: list[Window], conditions: list[JournalEntry]) -> Iterator[str]:
+def _rank(
+    path: Path, told: list[Window], listed: list[Window], conditions: list[JournalEntry], refused: str | None
+) -> Iterator[str]:
+    """refused: why the disk did not take a record of this run, if it did not; rank 0 alone can tell."""
     known: dict[int, int] = {}
     differing: set[int] = set()
     damaged: list[str] = []
@@ -156,7 +160,8 @@ def _rank(path: Path, told: list[Window], listed: list[Window], conditions: list
     seen = merge_windows(Window(first=batch, last=batch) for batch in sorted(known))
     for window in told:
         for gap in _gaps(window, seen):
-            yield f"{path}: it does not have {gap.in_words()}, which the ranks passed over"
+            why = f" ({WRITING} failed: {refused})" if refused is not None else ""
+            yield f"{path}: it does not have {gap.in_words()}, which the ranks passed over{why}"
 
 
 def _columns(metrics: Path) -> Iterator[str]:

@@ -22,6 +22,11 @@ _PATHS = re.compile(
     r"run\.json|saved-files(-\d{5,9})?\.jsonl|journal/(train|supervisor)\.jsonl|metrics/train\.jsonl"
     r"|skips/rank-\d{5,9}\.jsonl|pins/c\d{6,12}-s\d{8,15}|incidents/\d{4,9}/rank-\d{5,9}\.(json|safetensors)"
 )
+_DAMAGED = "restore the index from a copy, or name another URL; nothing was changed"
+_ANOTHER_ANSWERS = (
+    "a proxy or a login page seems to answer in the ring's place, which may be sound: look at that page from this "
+    "machine, and at the proxy's settings (HTTPS_PROXY, NO_PROXY); nothing was changed"
+)
 
 
 class RecordPiece(BaseModel, frozen=True, extra="forbid"):
@@ -141,19 +146,20 @@ def read_indexes(store: Store) -> list[Index]:
     Raises RingUnavailable where the URL cannot be read; IndexDamaged where its content fails verification;
     RunDoesNotFit where another version of the format wrote it.
     """
-    found, faults = [], []
+    found, faults, hint = [], [], _DAMAGED
     for slot in (0, 1):
+        data: bytes | None = None
         try:
             data = store.get(index_key(slot), _LIMIT)
             if data is not None:
                 found.append(_parse(data, store.url))
         except (CheckpointDamaged, ValueError) as error:
-            faults.append(f"{index_key(slot)} is damaged ({fault_of(error)})")
+            fault = f"damaged ({fault_of(error)})"
+            if data is not None and data.lstrip()[:1] == b"<":
+                fault, hint = "a web page", _ANOTHER_ANSWERS
+            faults.append(f"{index_key(slot)} is {fault}")
     if faults and not found:
-        raise IndexDamaged(
-            f"reading the ring {store.url}: {'; '.join(faults)}",
-            hint="restore the index from a copy, or name another URL; nothing was changed",
-        )
+        raise IndexDamaged(f"reading the ring {store.url}: {'; '.join(faults)}", hint=hint)
     return sorted(found, key=lambda index: index.generation, reverse=True)
 
 

@@ -15,6 +15,7 @@ from rollback.errors import (
     RingUnavailable,
     RunDirectoryError,
     RunDoesNotFit,
+    reporting,
 )
 from rollback.ring.copy_requests import CopyingHosts
 from rollback.ring.url import record
@@ -283,17 +284,19 @@ class RingAtUrl:
 
 class RunFromUrl:
     """The run directory's ring, filled from the URL: where every host has a run directory of its own, no host's memory
-    has a whole checkpoint. Methods raise as `bring`."""
+    has a whole checkpoint. Methods raise as `bring`, and RingUnavailable with the place where the disk refuses."""
 
     def __init__(self, paths: RunPaths, store: Store, say: Callable[[str], None]) -> None:
         self._paths, self._store, self._say = paths, store, say
 
     def open(self) -> None:
-        files.make_directory(self._paths.ring)
+        with reporting(RingUnavailable, f"opening {self._paths.ring}"):
+            files.make_directory(self._paths.ring)
 
     def put(self, manifest: Manifest, directory: Path) -> None:
         """directory: this host's part, which is not needed."""
-        bring(self._store, manifest, self._paths, self._say)
+        with reporting(RingUnavailable, f"copying {manifest.name} from {self._store.url} into {self._paths.ring}"):
+            bring(self._store, manifest, self._paths, self._say)
 
 
 def own_files(manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:

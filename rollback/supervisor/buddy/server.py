@@ -52,6 +52,8 @@ class BuddyServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 64
 
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
     def __init__(self, paths: RunPaths) -> None:
         super().__init__(("", 0), _Conversation)
         self.paths, self.secret = paths, ""
@@ -62,6 +64,12 @@ class BuddyServer(socketserver.ThreadingTCPServer):
         except RollbackError:
             self.server_close()
             raise
+
+    def server_bind(self) -> None:
+        """By either kind of address: which one others reach this host by is for the endpoint to say."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     @property
     def port(self) -> int:

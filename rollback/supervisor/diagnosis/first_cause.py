@@ -30,6 +30,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from rollback.errors import ExitCode
 from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
@@ -41,6 +42,11 @@ from rollback.wording import ranks_in_words
 _NAMED = 4  # ranks
 _OF_CODE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
 """Exceptions that no data bring about."""
+
+_SHORTAGES = (
+    "Resource temporarily unavailable", "can't start new thread", "join thread before it is started", "ForkServerGone",
+)  # fmt: skip
+"""Where a process or a thread is refused; the third is what torchrun raises as it tidies up behind that."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,11 @@ class FirstCause:
         return self.record.in_hand and not (self.record.ours or self.record.error.startswith("rollback."))
 
     @property
+    def is_shortage(self) -> bool:
+        """Whether the system had no process or thread left to give, which others may give back: nothing of the job."""
+        return any(words in self.text for words in _SHORTAGES)
+
+    @property
     def mistake(self) -> str:
         """Where the script fails for a reason that no restart mends, in words; empty: it may be another one."""
         if self.why != "exception" or self.record is None:
@@ -142,6 +153,17 @@ class FirstCause:
             return "before the first update of the run"
         in_first_update = self.may_blame_the_batch and self.record.doing == "training" and self.record.step == 0
         return "in the first update of the run" if in_first_update and not self.record.unreadable else ""
+
+    @property
+    def next_start(self) -> str | None:
+        """What the next start does, where nothing has to be mended before it: only a process that has gone back ends by
+        this error. At its start the job would have been refused by it, and no attempt would have failed."""
+        if self.record is None or self.record.error != "rollback.errors.RunDoesNotFit":
+            return None
+        return (
+            "the same command starts the script anew, which may fit where a process that had gone back did not; if it "
+            f"does not, it is refused with exit code {ExitCode.UNFIT:d}"
+        )
 
     def is_behind(self, finished: Finished | None) -> bool:
         """Whether the script raised behind its training, whose final state is kept: it would raise there again."""

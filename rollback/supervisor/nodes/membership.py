@@ -22,13 +22,13 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.patience import patiently
 from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.flags import endpoint_of
 from rollback.supervisor.torchrun.start_conditions import conditions_of
 from rollback.system import files
 from rollback.system.processes import name_process
 
 NODE_TIMEOUT = 600.0
-_LAST_CALL = 30.0  # torchrun's own, as the ports
-_STATIC_PORT, _C10D_PORT = 29500, 29400
+_LAST_CALL = 30.0  # torchrun's own
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,11 @@ def place_among_nodes(
 def own_address(endpoint: MeetingPoint | None) -> str:
     """Where other hosts reach this one: by the interface by which this host reaches the endpoint, else by its name."""
     if endpoint is not None:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((endpoint.host, endpoint.port))  # of datagrams: nothing is sent
-            return str(probe.getsockname()[0])
+        with contextlib.suppress(OSError):
+            (family, *_, there), *_ = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(there)  # of datagrams: nothing is sent
+                return str(probe.getsockname()[0])
     return socket.getfqdn()
 
 
@@ -165,21 +167,16 @@ def _configuration(flags: Mapping[str, str | bool]) -> dict[str, str]:
 
 
 def _endpoint(flags: Mapping[str, str | bool], configuration: Mapping[str, str]) -> MeetingPoint | None:
-    """The endpoint as torchrun would understand it, with the host that torchrun's store would be on."""
-    backend = str(flags.get("rdzv-backend", "static"))
-    given = str(flags.get("rdzv-endpoint", ""))
-    static = backend == "static"
-    if static and not given and "master-addr" in flags:
-        given = f"{flags['master-addr']}:{flags.get('master-port', _STATIC_PORT)}"
-    host, _, port = given.rpartition(":") if re.search(r":\d+$", given) else (given, "", str(_C10D_PORT))
-    if backend not in ("static", "c10d") or not host or not 0 < int(port) < 1 << 16:
+    """The endpoint at which hosts can meet, with the host that torchrun's store would be on."""
+    found = endpoint_of(flags)
+    if found is None or found[1] == 0:
         return None
-    if static:
+    if flags.get("rdzv-backend", "static") == "static":
         is_host = str(flags["node-rank"]) == "0" if "node-rank" in flags else None
     else:
         is_host = {"1": True, "true": True, "0": False, "false": False}.get(configuration.get("is_host", "").lower())
     keys = f"rollback/{flags.get('rdzv-id', 'none')}"
-    return MeetingPoint(host.strip("[]"), int(port), is_host, keys)
+    return MeetingPoint(*found, is_host, keys)
 
 
 def _last_call(configuration: Mapping[str, str]) -> float:

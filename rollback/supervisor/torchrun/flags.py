@@ -5,6 +5,8 @@ is not in the table, `rollback.cli.options.spelling` asks the parser of the inst
 the installed torchrun does not have, torchrun refuses.
 """
 
+import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -73,6 +75,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("virtual-local-rank", None, "LOCAL_RANK is 0 on every rank, each sees its own device only"),
 )
 
+STATIC_PORT, C10D_PORT = 29500, 29400
+"""torchrun's own."""
+_ENDPOINT = "write HOST:PORT, and an IPv6 address in brackets: --rdzv-endpoint [fd00::7]:29500"
 # Flags that define a rendezvous. Without any of them torchrun chooses a free port.
 RENDEZVOUS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port")
 
@@ -122,3 +127,36 @@ def in_full(name: str) -> str:
 def names_a_rendezvous(flags: Mapping[str, str | bool]) -> bool:
     """Whether flags (by name) define a rendezvous or many nodes."""
     return flags.get("nnodes", "1") not in ("1", "1:1") or any(flags.get(name) for name in RENDEZVOUS)
+
+
+def endpoint_of(flags: Mapping[str, str | bool]) -> tuple[str, int] | None:
+    """Host and port of torch's own store, as torchrun reads them from flags (by name); None: they name no such store.
+
+    Raises UsageError where torchrun would refuse them in each attempt, or wait for a host that nobody has named.
+    """
+    backend = str(flags.get("rdzv-backend", "static"))
+    given = str(flags.get("rdzv-endpoint", "")).strip()
+    if backend == "static" and not given and "master-addr" in flags:
+        given = f"{flags['master-addr']}:{flags.get('master-port', STATIC_PORT)}"
+    if backend not in ("static", "c10d") or not given or flags.get("standalone"):
+        return None
+    in_brackets = given[0] == "[" and given[-1] == "]"
+    host, colon, port = (given, "", "") if in_brackets else given.rpartition(":")
+    if not colon and backend == "static":
+        raise UsageError(f"the rendezvous endpoint {given!r} names no port", hint=_ENDPOINT)
+    if not colon:
+        host, port = given, str(C10D_PORT)
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 1 << 16:
+        raise UsageError(f"the rendezvous endpoint {given!r}: {port!r} is no port from 0 to 65535", hint=_ENDPOINT)
+    bare = host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host
+    if not re.fullmatch(r"[\w.:-]+", bare) or (":" in bare and not _is_ipv6(bare)):
+        raise UsageError(f"the rendezvous endpoint {given!r}: {host!r} is no host", hint=_ENDPOINT)
+    return bare, int(port)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True

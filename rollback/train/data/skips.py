@@ -8,8 +8,8 @@ from operator import attrgetter
 import xxhash
 
 from rollback.facts.history import merge_windows
-from rollback.facts.training import PassedOver, SampleQuarantine, Window
-from rollback.rundir.skip_records import SkippedBatch
+from rollback.facts.training import PassedOver, SampleQuarantine, Trouble, Window
+from rollback.rundir.skip_records import WRITING, SkippedBatch
 from rollback.system.lines import LineWriter
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
@@ -37,7 +37,7 @@ class SkipList:
         self._digest, self._digest_of = 0, (self.windows, 0, 0)
         """The last one, and of how many windows and facts: it is asked at every batch, and a long run may have skipped
         thousands of times."""
-        self._path = run.paths.skip_record(run.ranks.rank)
+        self._rank, self._path = run.ranks.rank, run.paths.skip_record(run.ranks.rank)
         self._writer: LineWriter | None = None
         self._record = run.record
         self._failing = False
@@ -95,7 +95,7 @@ class SkipList:
                 self._guarded(partial(LineWriter.write, line=line.model_dump_json()))
         finally:
             if cursor.batch > first:
-                self._guarded(lambda writer: writer.flush(durable=True))
+                self._guarded(lambda writer: writer.flush(durable=True), proves=True)
                 self._record.note(PassedOver(first=first, last=cursor.batch - 1, step=step, timeline=timeline))
 
     def close(self) -> None:
@@ -104,7 +104,8 @@ class SkipList:
             self._guarded(LineWriter.close)
             self._writer = None
 
-    def _guarded(self, act: Callable[[LineWriter], None]) -> None:
+    def _guarded(self, act: Callable[[LineWriter], None], *, proves: bool = False) -> None:
+        """proves: a success shows that the disk has what was recorded. Else a line waits in memory for the next try."""
         try:
             if self._writer is None:
                 self._writer = LineWriter(self._path)
@@ -113,4 +114,10 @@ class SkipList:
             if self._failing:
                 return
             self._failing = True
-            say(f"writing the skip record {self._path} failed ({error}); training goes on, the journal has the windows")
+            told = f"{WRITING} {self._path} failed ({error}); training goes on, the journal has the windows"
+            if self._rank:  # the journal is rank 0's
+                say(told)
+            else:
+                self._record.note(Trouble(doing=WRITING, error=f"{self._path}: {error.strerror or error}"), told)
+        else:
+            self._failing = self._failing and not proves

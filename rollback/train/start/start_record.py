@@ -56,8 +56,8 @@ SKIPS_UNKNOWN = (
 UNEQUAL_EPOCHS = (
     "unequal-epochs",
     "the ranks have different numbers of batches in an epoch ({counts}): where the shortest ends they wait for each "
-    "other, and the job stands still until that is taken for a hang. Give all ranks data of the same length, dealt out "
-    "by a DistributedSampler; or end before that with max_steps=",
+    "other, and the job stands still until that is taken for a hang. Give all ranks as many batches, as torch's "
+    "DistributedSampler does, and Accelerate with even_batches=True; or end before that with max_steps=",
 )
 _SHOWN = 4  # numbers of batches
 NOT_ON_RECORD = "it is from behind a rollback that the journal could not take: what was skipped before it is not known"

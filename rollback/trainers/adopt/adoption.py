@@ -227,7 +227,7 @@ class Adoption:
         self._progress.set_guard(guard)
         self._variables.keep(guard, parts.model, self._sources.step_counts())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
-        guard.name_ends("the script's {} updates", "the script's {} epochs")
+        notices.speak_of_script(guard)
         if loop is None and (where := self._sources.left_at()) is not None:
             self._notices.say(notices.not_led(where))
         for where, counter in self._sources.counters():

@@ -17,9 +17,19 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.train.start import attach
+from rollback.wording import Calls
 
 READS = "goes over the loader that it trains on, and computes no gradients there: under torch.no_grad() it may"
 LEFT_BEHIND = "If a count of its own told it to: a rollback and a resume leave that count behind"
+
+
+_NO_GUARD = "(Under --adopt the script has no guard: `rollback adopt SCRIPT` shows the lines that make one)"
+
+
+def speak_of_script(guard: Guard) -> None:
+    """Have the guard say what its script knows, which has written nothing of a guard."""
+    guard.name_ends("the script's {} updates", "the script's {} epochs")
+    guard.name_calls(Calls(first=_NO_GUARD))
 
 
 class ScriptNotices:

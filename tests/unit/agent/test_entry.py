@@ -25,7 +25,7 @@ from rollback.cli.options.spelling import flags_of, spell_out
 from rollback.config import Settings
 from rollback.errors import ScriptRefused, UsageError
 from rollback.supervisor.diagnosis.outcome import Failures, Refusal
-from rollback.supervisor.torchrun.flags import FLAGS, RENDEZVOUS, Flag, names_a_rendezvous, read_flags
+from rollback.supervisor.torchrun.flags import FLAGS, RENDEZVOUS, Flag, endpoint_of, names_a_rendezvous, read_flags
 
 INSTALLED = flags_of(get_args_parser())
 LATER = {"log-line-prefix-template", "shutdown-timeout"}  # than the oldest torch that is supported
@@ -64,6 +64,45 @@ def test_a_rendezvous_is_recognized_as_flag_and_as_variable(name: str) -> None:
     (flag,) = (flag for flag in FLAGS if flag.name == name)
     assert names_a_rendezvous(read_flags({flag.parameter: "x"}, {}))
     assert names_a_rendezvous(read_flags({}, {flag.variable: "x"}))
+
+
+ENDPOINTS = ("h:7", " h:7", "h", "10.0.0.1:65535", "[::1]:5", "[::1]", "::1:29500", "h.domain_1:0")
+NO_ENDPOINTS = (
+    "::1",
+    "fe80::1",
+    "host:",
+    ":29500",
+    "host:abc",
+    "host:65536",
+    "host:-1",
+    "[::1",
+    "[]:5",
+    "a b:5",
+    "x:y:5",
+)
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("endpoint", [*ENDPOINTS, *NO_ENDPOINTS])
+def test_an_endpoint_is_read_as_by_torchrun_and_what_is_none_is_wrong_use(endpoint: str, backend: str) -> None:
+    """torchrun takes an IPv6 address without brackets for a host and a port, and waits for it."""
+    flags = {"rdzv-backend": backend, "rdzv-endpoint": endpoint}
+    if endpoint in NO_ENDPOINTS or (backend == "static" and endpoint in ("h", "[::1]")):
+        with pytest.raises(UsageError, match=f"the rendezvous endpoint '{re.escape(endpoint)}'") as told:
+            endpoint_of(flags)
+        assert "[fd00::7]:29500" in (told.value.hint or "")
+    else:
+        assert endpoint_of(flags) == utils.parse_rendezvous_endpoint(endpoint, 29400)
+
+
+def test_an_endpoint_that_is_not_of_torch_s_own_store_is_not_looked_at() -> None:
+    assert endpoint_of({}) is None
+    assert endpoint_of({"rdzv-endpoint": ""}) is None, "torchrun takes it for none"
+    assert endpoint_of({"rdzv-backend": "etcd", "rdzv-endpoint": ":x"}) is None
+    assert endpoint_of({"standalone": True, "rdzv-endpoint": ":x"}) is None
+    assert endpoint_of({"master-addr": "::1"}) == ("::1", 29500)
+    with pytest.raises(UsageError, match="'http' is no port"):
+        endpoint_of({"master-addr": "h", "master-port": "http"})
 
 
 @pytest.mark.parametrize(("nnodes", "many"), [("1", False), ("1:1", False), ("2", True), ("1:4", True)])

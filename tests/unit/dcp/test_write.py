@@ -15,10 +15,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.utils.data import DataLoader
 from toy import Toy, train
 from typer.testing import CliRunner
 from warm_server import run_warm
 
+import rollback
 from rollback.cli import app
 from rollback.dcp import write
 from rollback.errors import ExitCode, OutputNotWritten, UsageError
@@ -57,6 +59,26 @@ def test_dcp_loads_model_and_optimizer_by_the_names_that_it_gives_them(run: Path
     (group,) = state["optim"]["param_groups"]
     assert group["lr"] == pytest.approx(1e-2 * 0.998**10)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_second_optimizer_and_other_weights_are_not_left_out_without_a_word(tmp_path: Path) -> None:
+    model, critic = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic))
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=DataLoader(range(8)), max_steps=3, run=tmp_path / "run",
+        critic=critic, critic_optimizer=second, scheduler=scheduler,
+    )  # fmt: skip
+    for batch in guard:
+        loss = model(batch.float().expand(2)).sum()
+        loss.backward()
+        optimizer.step()
+        guard.observe(loss)
+    guard.close()
+    said = command(tmp_path / "run", "--dcp", tmp_path / "out")
+    assert said.exit_code == 0, said.output
+    told = "one model and one optimizer: what the guard keeps as 'critic', 'critic_optimizer'\n"
+    assert said.stderr.count(told) == 1, "of a scheduler nobody expects it"
 
 
 def test_memory_does_not_grow_with_the_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rollback.errors import IndexDamaged
 from rollback.ring.url import index as index_module
 from rollback.ring.url.index import PIECE, describe, first_index, next_index, read_indexes, record_paths
 from rollback.ring.url.record import download, read_record_file, upload
@@ -30,6 +31,25 @@ def test_what_ranks_saw_of_very_many_incidents_leaves_the_index_one_that_can_be_
     newest = [f"incidents/{incident}/rank-00000.json" for incident in range(10_000, 10_000 - 16, -1)]
     assert record_paths(paths) == [*sorted(newest), "run.json"]
     assert describe(b"of incident 10000") in [piece for kept in index.record for piece in kept.pieces]
+
+
+@pytest.mark.parametrize(
+    ("content", "told", "hint"),
+    [
+        (b"\n<!DOCTYPE html><html>Sign in</html>", "index-0.json is a web page; index-1.json is a web page", "proxy"),
+        (b'{"generation": 1', "index-0.json is damaged (", "restore the index from a copy"),
+    ],
+)
+def test_a_page_that_answers_in_the_place_of_an_index_is_no_damage(
+    tmp_path: Path, content: bytes, told: str, hint: str
+) -> None:
+    store = Store((tmp_path / "ring").as_uri())
+    for slot in (0, 1):
+        store.put(f"index-{slot}.json", content)
+    with pytest.raises(IndexDamaged) as refused:
+        read_indexes(store)
+    assert told in refused.value.message
+    assert hint in (refused.value.hint or "")
 
 
 def test_metrics_whose_end_a_power_loss_took_are_at_the_url_as_they_went_on(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from operator import is_
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _DEPTH = 4  # a data set in a subset, its transforms, one of these
+_DEEPEST = 16  # of a pipeline, whose parts each hold the one before them
 _MOST = 128  # things that hold anything but data, and items of a list
 _DATA = frozenset((
     type(None), bool, int, float, complex, str, bytes, dict, Tensor, np.ndarray, np.int32, np.int64, np.float32,
@@ -38,7 +39,7 @@ class Generators:
     The global generators of the process are not among them: `rng` keeps those.
     """
 
-    def __init__(self, *owners: Any) -> None:
+    def __init__(self, *owners: Any, depth: int = _DEPTH) -> None:
         self._owners = owners
         self._found: list[Any] = []
         self._before: dict[int, list[Any]] = {}
@@ -52,14 +53,14 @@ class Generators:
         """Lists, tuples and dicts that were looked into, each with its length. Not those of nothing but data that may
         be large: a data set may let go of what it has read before it reads more."""
         seen: set[int] = set()
-        waiting = [(owner, 0) for owner in owners]
+        waiting = [(owner, depth) for owner in owners]
         while waiting and len(seen) < _MOST:
-            thing, depth = waiting.pop(0)
+            thing, left = waiting.pop(0)
             if is_generator(thing):
                 self._found += [thing] if all(thing is not known for known in self._found) else []
-            elif depth < _DEPTH and _may_hold(thing) and id(thing) not in seen and (held := self._look_into(thing)):
+            elif left and _may_hold(thing) and id(thing) not in seen and (held := self._look_into(thing)):
                 seen.add(id(thing))
-                waiting += [(item, depth + 1) for item in held]
+                waiting += [(item, left - 1) for item in held]
         self._marks = self._present_marks()
 
     def _look_into(self, thing: Any) -> list[Any]:
@@ -163,7 +164,7 @@ def _may_hold(thing: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _is_data(kind: type) -> bool:
     """Or has no generator, and much to look into: a tokenizer, as most collators of text have one."""
-    of_data = (Tensor, np.ndarray, type, str, bytes, Mapping)
+    of_data = (Tensor, np.ndarray, type, ModuleType, str, bytes, Mapping)
     return issubclass(kind, of_data) or hasattr(kind, "convert_tokens_to_ids")
 
 
@@ -281,6 +282,12 @@ def generators_beside(
         for name, part in parts for attribute, value in vars(part).items() if is_generator(value)
     }  # fmt: skip
     return found | generators_of_script(variables, loader, *found.values())
+
+
+def outside_of(loader: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are nowhere in a loader with a state of its own, however deep: what is in there is for that state."""
+    inside = Generators(loader, depth=_DEEPEST)
+    return {name: generator for name, generator in generators.items() if generator not in inside}
 
 
 def _are_same(state: Any, before: Any) -> bool:

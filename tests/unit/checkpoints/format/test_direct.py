@@ -15,6 +15,7 @@ from rollback.checkpoints.format import direct
 from rollback.checkpoints.format.direct import BLOCK, write_direct
 from rollback.checkpoints.format.hashing import hash_of
 from rollback.checkpoints.format.manifest import ShardRecord
+from rollback.errors import RingUnavailable
 from rollback.ring.in_run import copy_shard
 from rollback.system.region import Region
 
@@ -131,7 +132,7 @@ def test_an_existing_file_is_not_touched(tmp_path: Path, region: Region) -> None
 
 
 @pytest.mark.parametrize("refused_at", [1, 2])
-def test_a_copy_that_the_disk_refuses_is_told_as_the_disk_tells_it(
+def test_a_copy_that_the_disk_refuses_is_told_as_the_disk_tells_it_with_its_place(
     tmp_path: Path, region: Region, monkeypatch: pytest.MonkeyPatch, refused_at: int
 ) -> None:
     """Whoever copies checkpoints tries them again; nothing else that goes wrong on the way must be raised instead."""
@@ -149,7 +150,7 @@ def test_a_copy_that_the_disk_refuses_is_told_as_the_disk_tells_it(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", refuse)
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(RingUnavailable, match=f"^writing {target}: File too large$"):
             copy_shard(source, target, shard)
     assert not target.exists()
     copy_shard(source, target, shard)

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, eventful_run
 from rollback.cli import app
-from rollback.facts.training import PassedOver
+from rollback.facts.training import PassedOver, Trouble
 from rollback.inspect.audit.verify import check_integrity
 from rollback.rundir.metrics.column_file import LINES, ColumnWriter
 from rollback.rundir.metrics.metric_lines import metric_line
-from rollback.rundir.skip_records import SkippedBatch
+from rollback.rundir.skip_records import WRITING, SkippedBatch
 from rollback.system.lines import LineWriter
 
 
@@ -110,6 +110,15 @@ def test_a_lost_record_is_named_and_a_hostile_one_is_shown_and_not_obeyed(run: R
     assert done.exit_code == 1
     assert "rank-00000.jsonl: it does not have batches 40:103" in done.stdout
     assert all(char.isprintable() or char == "\n" for char in done.stdout)
+
+
+def test_a_record_that_the_disk_refused_is_named_with_that_reason(run: RecordedRun) -> None:
+    run.paths.skip_record(0).unlink()
+    run.tell(170, Trouble(doing=WRITING, error="skips/rank-00000.jsonl: No space left on device"))
+    done = verify(run)
+    assert done.exit_code == 1
+    why = "(writing the skip record failed: skips/rank-00000.jsonl: No space left on device)"
+    assert f"it does not have batches 40:103, which the ranks passed over {why}" in done.stdout
 
 
 def test_a_passing_over_that_no_window_explains_is_named(run: RecordedRun) -> None:

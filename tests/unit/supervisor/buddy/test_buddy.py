@@ -744,3 +744,12 @@ def test_a_buddy_that_can_open_no_further_file_pauses_and_then_answers(
         caller.sendall(bytes(wire.SECRET))
         assert caller.recv(1) == b"", "a stranger is hung up on"
     assert pauses == [server._PAUSE] * 3
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "::1"])
+def test_a_buddy_is_reached_by_either_kind_of_address(tmp_path: Path, host: str) -> None:
+    with (
+        closing(server.BuddyServer(RunPaths(tmp_path / "run"))) as listening,
+        connect(f"{host}:{listening.port}", SECRET, lambda: False),
+    ):
+        pass

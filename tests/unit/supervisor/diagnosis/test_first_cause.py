@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from rollback.errors import RunDoesNotFit
 from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung, Stopped, Window
@@ -267,6 +268,9 @@ def test_a_rank_that_is_stopped_is_the_cause_also_where_its_peer_gave_up_and_did
     assert not merely_noticed(record(0, "RuntimeError", "bad"))
 
 
+OF_ANOTHER_JOB = f"{RunDoesNotFit.__module__}.{RunDoesNotFit.__qualname__}"
+
+
 @pytest.mark.parametrize("why", ["MemoryError", "torch.OutOfMemoryError", "rollback.errors.UsageError"])
 def test_memory_and_our_own_errors_blame_no_batch(why: str) -> None:
     found = first_cause(evidence(), [raised(0, why, "")])
@@ -286,6 +290,27 @@ def test_what_no_restart_mends_is_told_from_what_data_may_have_done(error: str, 
     found = first_cause(evidence(), [raised(0, error, "x")])
     assert found is not None
     assert found.mistake == mistake
+
+
+@pytest.mark.parametrize(
+    ("message", "short"),
+    [("Resource temporarily unavailable", True), ("can't start new thread", True), ("no such layer", False)],
+)
+def test_a_shortage_of_processes_is_told_from_what_the_script_raises(message: str, short: bool) -> None:
+    """It may be over at the next start, and says nothing of the script: it does not count among two failed starts."""
+    found = first_cause(evidence(), [raised(0, "RuntimeError", message)])
+    assert found is not None
+    assert found.is_shortage is short
+
+
+def test_what_did_not_fit_a_process_that_had_gone_back_is_for_the_next_start_to_decide() -> None:
+    """Where no restart is allowed, nothing has to be mended before it, and whether the job fits is not known yet."""
+    there, other = (first_cause(evidence(), [raised(0, error, "x")]) for error in (OF_ANOTHER_JOB, "ValueError"))
+    assert there is not None
+    assert other is not None
+    assert "the same command starts the script anew" in (there.next_start or "")
+    assert "exit code 78" in (there.next_start or "")
+    assert other.next_start is None
 
 
 def test_what_an_epoch_without_a_batch_brings_about_comes_again() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from rollback.errors import NodesMissing, RanksDoNotFit, RollbackError, RunDoesNotFit, UsageError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
+from rollback.instructions import MeetingPoint
 from rollback.rundir.host_records import read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
@@ -396,6 +397,7 @@ def test_the_address_of_a_host_is_that_by_which_it_reaches_the_endpoint() -> Non
     place = place_among_nodes({"nnodes": "2", "rdzv-endpoint": "127.0.0.1:29400"})
     assert place is not None
     assert place.address == own_address(place.endpoint) == "127.0.0.1"
+    assert own_address(MeetingPoint("::1", 29400, None, "")) == "::1"
     given = place_among_nodes({"nnodes": "2", "rdzv-endpoint": "127.0.0.1:29400", "local-addr": "10.0.0.7"})
     assert given is not None
     assert given.new_master(print).startswith("10.0.0.7:")

@@ -2,6 +2,7 @@
 
 import builtins
 import copy
+import json
 import os
 import random
 import sys
@@ -398,6 +399,66 @@ def test_a_generator_of_a_modules_own_that_draws_in_the_training_is_named_where_
     others = {"noise": noise}
     codes = Script(tmp_path, plain, stepping(before=draw), others=lambda optimizer: others, **loader).codes()
     assert codes == ["generator-not-kept"] * (draws and reads_ahead)
+
+
+class Draws:
+    """The source of a pipeline, which gives what it draws, and has its generator in its state."""
+
+    def __init__(self) -> None:
+        self.generator, self.given = random.Random(0), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.given < 6:
+            self.given += 1
+            yield torch.full((1, 2), self.generator.random())
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "generator": json.dumps(self.generator.getstate())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, words, after = json.loads(state["generator"])
+        self.given = state["given"]
+        self.generator.setstate((version, tuple(words), after))
+
+
+class Piped:
+    """A part of a pipeline, as torchdata's nodes are."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.before)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.before.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before.load_state_dict(state)
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_generator_deep_in_a_pipeline_is_named_only_where_the_pipeline_has_no_state(
+    tmp_path: Path, has_state: bool
+) -> None:
+    source = Draws()
+    loader: Any = source if has_state else [torch.ones(1, 2)] * 6
+    for _ in range(6 * has_state):
+        loader = Piped(loader)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, run=tmp_path, max_steps=6)
+    for x in guard:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+        source.generator.random() if not has_state else None
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    assert [fact.code for fact in said if isinstance(fact, Advice)] == ["generator-not-kept"] * (not has_state)
 
 
 @pytest.mark.parametrize("handed_over", [False, True])

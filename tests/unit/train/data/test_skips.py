@@ -1,5 +1,6 @@
 """Passing over the batches of the skip list."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from rollback.facts.history import History
 from rollback.facts.training import PassedOver, SampleQuarantine, SkipAdded, Window
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.skip_records import read_skipped
+from rollback.rundir.skip_records import WRITING, read_skipped
+from rollback.system.lines import LineWriter
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import Cursor, cursor_for
@@ -133,6 +135,25 @@ def test_a_disk_that_refuses_is_told_of_once_and_stops_nothing(
     paths.skip_record(0).mkdir(parents=True)
     assert drain(listed, opened()) == [6, 7, 8, 9]
     assert capsys.readouterr().err.count("skip record") == 1
+    (trouble,) = [record.fact for record in read_journal(paths.train_journal).records if record.fact.kind == "trouble"]
+    assert (trouble.doing, str(paths.skip_record(0)) in trouble.error) == (WRITING, True), "for who audits the run"
+
+
+def test_lines_that_the_disk_refused_are_in_the_record_once_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed, paths = skips(tmp_path / "run", (0, 1), (4, 5))
+    cursor = opened()
+    with monkeypatch.context() as full:
+
+        def refuse(writer: LineWriter, *, durable: bool = False) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        full.setattr(LineWriter, "flush", refuse)
+        listed.pass_over(cursor, step=0, timeline=0)
+    assert drain(listed, cursor) == [2, 3, 6, 7, 8, 9]
+    assert [line.batch for line in read_skipped(paths.skip_record(0), [])] == [0, 1, 4, 5]
+    assert capsys.readouterr().err.count("No space left on device") == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=5))

@@ -429,3 +429,6 @@ def test_of_ranks_with_epochs_of_different_lengths_that_is_said_at_the_start(
     tell_of_unequal_epochs(batches, record)
     advised = [fact.text for fact in noted(paths) if isinstance(fact, Advice)]
     assert [text.partition(":")[0] for text in advised] == ([] if told is None else [told])
+    assert all("Accelerate with even_batches=True" in text for text in advised), (
+        "not every loader has a sampler of torch's"
+    )
