@@ -68,7 +68,8 @@ def flag(
 ) -> inspect.Parameter:
     """A flag that is not given is None. names: its spellings; by default that of the field."""
     spelt = names or (option(field),)
-    declared = typer.Option(*spelt, metavar=metavar, help=text, min=least, rich_help_panel=panel)
+    # A path that may not be read is told of by who reads it, with an exit code that says so; to typer it is wrong use.
+    declared = typer.Option(*spelt, metavar=metavar, help=text, min=least, rich_help_panel=panel, readable=False)
     return parameter(field, kind | None, declared)
 
 
