@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer", bound="Document")
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)]
+# readable: one that may not be read is told of by who reads it, with 74; to typer it is wrong use.
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False, readable=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON (top-level `schema`: 1).")]
 
 

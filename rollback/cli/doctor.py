@@ -22,7 +22,9 @@ def doctor(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own; nothing is made of them.")
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run directory; it need not exist.", show_default=False)] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Run directory; it need not exist.", show_default=False, readable=False)
+    ] = None,
     ring: Annotated[str | None, typer.Option(metavar="URL", help="Ring elsewhere.", show_default=False)] = None,
     state_bytes: Annotated[
         str | None,

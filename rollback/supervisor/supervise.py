@@ -63,9 +63,10 @@ def supervise(options: LaunchOptions, audience: Audience, signals: StopSignals) 
             f"--replicas {options.replicas}: the copy is kept by another host, and this job has one node",
             hint="leave it out, or say with --nnodes how many there are",
         )
-    with _until_told(signals, f"{options.settings.ring} was looked at"):
+    url = options.settings.ring
+    with _until_told(signals, f"{url} was looked at" if url else "the job was looked at"):
         expected = 0.0 if place is None else place.timeout
-        store = reach(options.settings.ring, writing=place is None, expected=expected, say=audience.say)
+        store = reach(url, writing=place is None, expected=expected, say=audience.say)
     with _private_directory() as private:
         claim: Claim | None = None
         environment = dict(os.environ)

@@ -59,22 +59,57 @@ def test_shell_scripts_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+SLURM = [("one-node", "rollback"), ("many-nodes", "srun")]
+
+
+class SlurmJob:
+    """A recipe whose supervisor ends at once, in a Slurm that is played."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.asked = folder, folder / "asked"
+
+    def run(self, recipe: str, started: str, code: int, state: str = "RUNNING None", **variables: str) -> str:
+        """What Slurm is then asked for."""
+        programs = {started: f"exit {code}", "scontrol": f'echo "$@" >> {self.asked}', "squeue": f'echo "{state}"'}
+        for program, does in programs.items():
+            (self.folder / program).write_text(f"#!/bin/bash\n{does}\n")
+            (self.folder / program).chmod(0o755)
+        # Where the script sets its traps, what it has started is over.
+        trap = "() { while [[ -e /proc/${supervisor:-$srun} ]]; do :; done; }"
+        environment = {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "BASH_FUNC_trap%%": trap}
+        words = ["/bin/bash", str(LAUNCH / "slurm" / f"{recipe}.sbatch"), "train.py"]
+        done = subprocess.run(
+            words, check=False, env={**environment, **variables}, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (code, "")
+        return self.asked.read_text() if self.asked.exists() else ""
+
+
 @pytest.mark.parametrize("code", [ExitCode.RESUMABLE, ExitCode.USAGE])
-@pytest.mark.parametrize(("recipe", "started"), [("one-node", "rollback"), ("many-nodes", "srun")])
+@pytest.mark.parametrize(("recipe", "started"), SLURM)
 def test_a_job_of_slurm_that_ends_at_once_has_its_exit_code(
     recipe: str, started: str, code: ExitCode, tmp_path: Path
 ) -> None:
-    for program, does in ((started, f"exit {int(code)}"), ("scontrol", f'echo "$@" >> {tmp_path / "asked"}')):
-        (tmp_path / program).write_text(f"#!/bin/bash\n{does}\n")
-        (tmp_path / program).chmod(0o755)
-    # Where the script sets its traps, what it has started is over.
-    trap = "() { while [[ -e /proc/${supervisor:-$srun} ]]; do :; done; }"
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "BASH_FUNC_trap%%": trap}
-    words = ["/bin/bash", str(LAUNCH / "slurm" / f"{recipe}.sbatch"), "train.py"]
-    done = subprocess.run(words, check=False, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (code, "")
-    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    asked = SlurmJob(tmp_path).run(recipe, started, code)
     assert ("requeue 7\n" in asked) is (code == ExitCode.RESUMABLE)
+
+
+@pytest.mark.parametrize(("recipe", "started"), SLURM)
+def test_a_job_of_slurm_that_somebody_cancels_does_not_come_back_and_one_at_its_time_limit_does(
+    recipe: str, started: str, tmp_path: Path
+) -> None:
+    """Slurm sends SIGTERM to all of a job that is cancelled, so the ranks save, and the code is that of any stop."""
+    job = SlurmJob(tmp_path)
+    assert "requeue" not in job.run(recipe, started, ExitCode.RESUMABLE, "COMPLETING None")
+    assert "requeue 7\n" in job.run(recipe, started, ExitCode.RESUMABLE, "COMPLETING TimeLimit")
+
+
+@pytest.mark.parametrize(("recipe", "started"), SLURM)
+def test_a_task_of_an_array_requeues_itself_alone(recipe: str, started: str, tmp_path: Path) -> None:
+    """The last task has the number of the array for its own, and by that number Slurm requeues all of them."""
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    asked = SlurmJob(tmp_path).run(recipe, started, ExitCode.RESUMABLE, **array)
+    assert "requeue 7_3\n" in asked
 
 
 def test_more_spares_than_hosts_start_nothing() -> None:

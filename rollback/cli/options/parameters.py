@@ -74,7 +74,8 @@ def flag(
 
 
 def _path(text: str) -> Path:
-    """Of an empty one Python would make the working directory, where a run would then be made."""
+    """Of an empty one Python would make the working directory, where a run would then be made. One that may not be read
+    is told of by who reads it, with an exit code that says so; to typer it would be wrong use."""
     if not text:
         raise typer.BadParameter(EMPTY)
     return Path(text)

@@ -1,5 +1,6 @@
 """The command line's contract: messages, exit codes, what is read from flags, and what is not imported."""
 
+import contextlib
 import io
 import json
 import os
@@ -50,6 +51,25 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchOpti
     monkeypatch.setattr(sys.modules["rollback.cli.launch"], "supervise", take)
     Path("train.py").write_text("raise SystemExit")
     return taken
+
+
+@pytest.mark.parametrize(
+    "words", ["launch --run RUN train.py", "status RUN", "why RUN", "audit RUN", "stop RUN", "ring pin RUN newest"]
+)
+def test_a_run_directory_that_this_user_may_not_read_is_no_wrong_use(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    # Tests may run as root, whom permissions do not stop.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run)
+    # A launch is the last thing that its process does; this one has other tests to run, with signals of their own.
+    monkeypatch.setattr(StopSignals, "ignored_from_its_end_on", lambda _: contextlib.nullcontext())
+    done = CliRunner().invoke(cli.app, words.replace("RUN", str(run)).split())
+    assert isinstance(done.exception, RunDirectoryError), done.output
+    assert done.exception.exit_code == ExitCode.IO
 
 
 def test_a_stop_while_an_adopted_script_is_refused_is_one_for_the_launch_without_protection_too(

@@ -72,7 +72,7 @@ from rollback.supervisor.nodes.membership import membership, place_among_nodes
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.preflight import require_files
 from rollback.supervisor.signals import StopSignals
-from rollback.supervisor.supervise import _private_directory
+from rollback.supervisor.supervise import _private_directory, supervise
 from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, torchrun_command
 from rollback.supervisor.torchrun.host import Host, Running
 from rollback.supervisor.torchrun.processes import THIS_HOST
@@ -717,6 +717,17 @@ class TestInsistence:
             signal.raise_signal(signal.SIGXCPU)
             assert signals.take() == [signal.SIGXCPU]
         assert signal.getsignal(signal.SIGXCPU) is before
+
+    def test_a_launch_that_is_told_to_stop_before_it_begins_names_no_url_where_it_has_none(
+        self, tmp_path: Path
+    ) -> None:
+        job = LaunchedJob({}, "train.py", [])
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(RollbackError, match="told to stop while the job was looked at") as stopped:
+                supervise(launched(RunPaths(tmp_path / "run"), job), SimpleNamespace(say=print), signals)  # type: ignore[arg-type]
+        assert stopped.value.exit_code is ExitCode.RESUMABLE
+        assert not (tmp_path / "run").exists()
 
     def test_signals_are_taken_once_and_the_former_handlers_come_back(self) -> None:
         before = signal.getsignal(signal.SIGUSR1)
