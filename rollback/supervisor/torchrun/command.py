@@ -91,7 +91,10 @@ def torchrun_command(job: LaunchedJob, group: NodeGroup | None = None) -> list[s
     if not names_a_rendezvous(flags):
         flags["standalone"] = True  # a free port, so that two jobs on one host do not collide
     options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
-    return [*program(MODULE), *options, *job.other_flags, *job.runner, job.script, *job.arguments]
+    script = [*job.runner, job.script, *job.arguments]
+    if "--" not in job.arguments:  # of which torchrun takes the first one out
+        script.insert(0, "--")  # else it would look among the script's options for its own, and call --run ambiguous
+    return [*program(MODULE), *options, *job.other_flags, *script]
 
 
 def threads_of_ranks(job: LaunchedJob, environment: Mapping[str, str]) -> dict[str, str]:

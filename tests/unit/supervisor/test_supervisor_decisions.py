@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launched import launched
+from torch.distributed.run import get_args_parser
 
 from rollback.config import Settings
 from rollback.errors import (
@@ -648,7 +649,7 @@ class TestCommand:
     def test_flags_go_as_they_stand_and_torchrun_restarts_nothing(self) -> None:
         job = LaunchedJob({"nproc-per-node": "2", "module": True, "tee": "3"}, "pkg.train", ["--lr", "0.1"])
         flags = ["--max-restarts=0", "--nproc-per-node=2", "--module", "--tee=3", "--standalone"]
-        expected = [*program("rollback.agent.entry"), *flags, "pkg.train", "--lr", "0.1"]
+        expected = [*program("rollback.agent.entry"), *flags, "--", "pkg.train", "--lr", "0.1"]
         assert torchrun_command(job) == expected
 
     def test_a_given_rendezvous_is_left_alone(self) -> None:
@@ -667,7 +668,18 @@ class TestCommand:
 
     def test_flags_that_only_the_installed_torchrun_knows_are_handed_on(self) -> None:
         command = torchrun_command(LaunchedJob({}, "train.py", ["-x"], ["--brand-new=1"]))
-        assert command[-3:] == ["--brand-new=1", "train.py", "-x"]
+        assert command[-4:] == ["--brand-new=1", "--", "train.py", "-x"]
+
+    @pytest.mark.parametrize("arguments", [["--run", "7", "--log=x"], ["--nproc", "3"], ["--run-path"], ["-m"], []])
+    def test_options_of_the_script_are_none_of_torchrun_s(self, arguments: list[str]) -> None:
+        command = torchrun_command(LaunchedJob({}, "train.py", arguments))
+        read = get_args_parser().parse_args(command[len(program("rollback.agent.entry")) :])
+        assert (read.training_script, read.training_script_args) == ("train.py", arguments)
+        assert (read.run_path, read.module) == (False, False)
+
+    def test_two_dashes_among_the_script_s_arguments_are_torchrun_s_to_take_out_as_ever(self) -> None:
+        command = torchrun_command(LaunchedJob({}, "train.py", ["a", "--", "--lr"]))
+        assert command[-4:] == ["train.py", "a", "--", "--lr"]
 
     def test_ranks_learn_only_the_settings_that_were_given(self) -> None:
         options = launched(RunPaths(Path("runs/x")), LaunchedJob({}, "train.py", []), settings=Settings(rewind=7))
