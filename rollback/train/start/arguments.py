@@ -1,5 +1,6 @@
 """Sorts and checks the arguments of the guard."""
 
+import inspect
 import operator
 import os
 from collections.abc import Mapping
@@ -76,6 +77,12 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             f"noticed: {error}",
             hint=_in_place_of(optimizer),
         ) from error
+    if not _has_own_step(optimizer):
+        raise UsageError(
+            f"what the guard got as optimizer= is a {kind.__name__} ({kind.__module__}), which has no step of its own: "
+            "it changes weights in mid-backward, as LOMO does, where no update can be judged or taken back",
+            hint="take an optimizer that makes the update in step(); one with little memory is Adafactor",
+        )
     if "param_groups" not in optimizer.state_dict():  # type: ignore[attr-defined]
         raise UsageError(
             f"what the guard got as optimizer= is a {kind.__name__} ({kind.__module__}), whose state_dict has no "
@@ -83,6 +90,12 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             hint=_in_place_of(optimizer),
         )
     check_averaging(model, objects)
+
+
+def _has_own_step(optimizer: Any) -> bool:
+    """Hooks, and a learning rate scheduler, put a function around a step."""
+    step = inspect.unwrap(optimizer.step)
+    return getattr(step, "__func__", step) is not inspect.unwrap(torch.optim.Optimizer.step)
 
 
 def _in_place_of(wrapper: object) -> str:

@@ -103,7 +103,7 @@ def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str
         if memory not in stored:
             stored[memory] = encode(item, f"{path}/{escape(key)}", tensors)
         items.append((key, stored[memory]))
-    return _object(items, path, tensors)
+    return _object(items, path)
 
 
 def encode_each(found: Mapping[str, Mapping[str, Tensor | None]], path: str, tensors: dict[str, Tensor]) -> Json:
@@ -136,15 +136,30 @@ def _encode_items(value: Sequence[Any], path: str, tensors: dict[str, Tensor]) -
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:
     items = [(key, _encode(item, f"{path}/{escape(str(key))}", tensors)) for key, item in value.items()]
     if isinstance(value, Counter):
-        return {"$counter": [[_encode(key, path, tensors), item] for key, item in items]}
-    return _object(items, path, tensors)
+        return {"$counter": [[_encode_key(key, path), item] for key, item in items]}
+    return _object(items, path)
 
 
-def _object(items: list[tuple[Any, Json]], path: str, tensors: dict[str, Tensor]) -> Json:
+def _object(items: list[tuple[Any, Json]], path: str) -> Json:
     plain = all(type(key) is str for key, _ in items)
     if plain and not (len(items) == 1 and items[0][0].startswith("$")):
         return dict(items)
-    return {"$map": [[_encode(key, path, tensors), item] for key, item in items]}
+    return {"$map": [[_encode_key(key, path), item] for key, item in items]}
+
+
+def _encode_key(key: Any, path: str) -> Json:
+    """Tensors are told apart by which object they are: nobody would find what comes back under the key of another."""
+    if type(key) in _AS_IT_IS:
+        return key
+    tensors: dict[str, Tensor] = {}
+    tree = _encode(key, path, tensors)
+    if tensors:
+        raise UsageError(
+            f"the state of {path!r} is a dict whose keys are tensors: what is put back has other tensors, and none of "
+            "its values would be found again",
+            hint="let its state_dict() have names or numbers for them, as an optimizer of torch has for its parameters",
+        )
+    return tree
 
 
 def decode(tree: Json, tensor: Callable[[str], Tensor], sharded: Callable[[str], Any] | None = None) -> Any:

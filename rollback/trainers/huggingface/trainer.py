@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.training_args import OptimizerNames
 
 from rollback.errors import UsageError
 from rollback.train.sharded import is_sharded
@@ -58,6 +59,7 @@ class _Moved(Exception):
 def _require_known(trainer: Any) -> None:
     """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
     args = trainer.args
+    optim: str = OptimizerNames(args.optim).value
     require_none_of((
         (trainer.state.global_step > 0, f"it has made {trainer.state.global_step} steps already, unprotected",
          "call rollback.protect before trainer.train(); what was trained so far can begin the run of another Trainer"),
@@ -68,6 +70,8 @@ def _require_known(trainer: Any) -> None:
         (args.enable_jit_checkpoint,
          "enable_jit_checkpoint=True ends the training at SIGTERM, as if it were complete",
          "take it out: at SIGTERM the guard saves and stops all ranks, and the same command goes on"),
+        (optim.endswith("layerwise"), f'optim="{optim}" updates weights in mid-backward',
+         'take an optimizer that makes the update in step(); one with little memory is optim="adafactor"'),
         (args.n_gpu > 1, f"the Trainer trains with torch's DataParallel on {args.n_gpu} GPUs",
          "start one process for each GPU: rollback launch --nproc N, or torchrun"),
     ))  # fmt: skip

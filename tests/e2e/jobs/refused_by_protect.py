@@ -210,6 +210,7 @@ CASES: dict[str, Callable[[], object]] = {
     "auto_find_batch_size": lambda: protected(auto_find_batch_size=True),
     "ignore_data_skip": lambda: protected(ignore_data_skip=True),
     "enable_jit_checkpoint": lambda: protected(enable_jit_checkpoint=True),
+    "an optimizer for each layer": lambda: protected(optim="galore_adamw_layerwise"),
     "the Trainer with DeepSpeed": lambda: sharded("DEEPSPEED", trainer()),
     "the Trainer with FSDP": lambda: sharded("FSDP", trainer()),
     "the Trainer with DataParallel": with_gpus,

@@ -19,6 +19,7 @@ REFUSED = {
     "auto_find_batch_size": ("auto_find_batch_size=True", "gradient_accumulation_steps"),
     "ignore_data_skip": ("ignore_data_skip=True", "take it out"),
     "enable_jit_checkpoint": ("enable_jit_checkpoint=True", "take it out"),
+    "an optimizer for each layer": ("galore_adamw_layerwise", 'optim="adafactor"'),
     "the Trainer with DeepSpeed": ("DEEPSPEED", "DistributedDataParallel"),
     "the Trainer with FSDP": ("the first version of FSDP", 'fsdp_config={"version": 2}'),
     "the Trainer with DataParallel": ("DataParallel on 2 GPUs", "one process for each GPU"),

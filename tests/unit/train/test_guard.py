@@ -169,6 +169,17 @@ def test_a_wrapper_of_an_optimizer_with_hooks_of_its_own_making_is_refused_in_wo
     assert "optimizer.optimizer, and the wrapper by a name of its own" in str(raised.value.hint)
 
 
+def test_an_optimizer_that_updates_within_the_backward_is_refused_and_not_trained_by_in_silence(tmp_path: Path) -> None:
+    class Lomo(torch.optim.Optimizer):
+        def fused_backward(self, loss: torch.Tensor, lr: float) -> None: ...
+
+    model = nn.Linear(4, 1)
+    optimizer = Lomo(model.parameters(), {"lr": 0.1})
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step in front of it
+    with pytest.raises(UsageError, match=r"a Lomo .* has no step of its own"):
+        guard(tmp_path / "run", model=model, optimizer=optimizer)
+
+
 def test_a_wrapper_whose_state_has_no_groups_is_refused_before_a_rollback_needs_them(tmp_path: Path) -> None:
     class LooksAhead(torch.optim.SGD):
         """Has the moments beside slow weights of its own."""

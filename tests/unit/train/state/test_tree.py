@@ -130,6 +130,8 @@ def test_an_ordered_dict_comes_back_in_order() -> None:
         np.datetime64("2020-01-01"),
         np.zeros(1, dtype=np.longdouble)[0],
         LooksLikeATensor(torch.zeros(2, dtype=torch.int8)),
+        {torch.zeros(1): "moments"},  # as an optimizer may have them by its parameters, in its groups
+        {(0, torch.zeros(1)): "moments"},
     ],
     ids=lambda value: type(value).__name__,
 )
