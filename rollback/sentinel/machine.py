@@ -214,7 +214,7 @@ class Sentinel:
         on."""
         excursion.add(reading, self._preset.patience)
         if excursion.lows >= LOWS_THAT_END[self._state]:
-            return self._end(Event.RECOVERED, excursion, reading, scale)
+            return self._end(Event.RECOVERED, excursion, reading)
         if self._state is State.WATCHING:
             if excursion.lows:
                 self._accept(reading.loss, reading.log_norm)
@@ -228,7 +228,7 @@ class Sentinel:
                     verdict = explain.spike(reading.step, excursion, found, lasting, scale, self._loss.recent())
                     return self._call(verdict, reading, scale)
         if excursion.count >= self._persists_after(excursion):
-            return self._end(Event.PERSISTED, excursion, reading, scale)
+            return self._end(Event.PERSISTED, excursion, reading)
         return explain.watch(self._move(Event.HIGH), reading, excursion, scale)
 
     def _judged(self, evidence: ExcursionEvidence, excursion: Excursion, scale: Scale) -> Found | None:
@@ -256,7 +256,7 @@ class Sentinel:
             self._excursion = Excursion.begin(onset, reading, scale, self._preset.patience)
         return verdict
 
-    def _end(self, event: Event, excursion: Excursion, reading: MeasuredObservation, scale: Scale) -> Verdict:
+    def _end(self, event: Event, excursion: Excursion, reading: MeasuredObservation) -> Verdict:
         """The excursion is over. A called one is not reported again; one that was left alone is reported as a blip."""
         ended = explain.ended(excursion, event is Event.PERSISTED) if self._state is State.WATCHING else None
         self._excursion = self._rising_since = None
