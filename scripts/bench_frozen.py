@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from rollback.facts.checkpoints import CaptureMode
 from rollback.supervisor.torchrun.command import LARGE_COPIES
 from rollback.train.snapshots import frozen
-from rollback.train.snapshots.tier_choice import CaptureMode
 from savers import SAMPLES, WIDTH, Ours, Script
 
 NEVER = 1 << 60

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rollback import policy
 from rollback.backtest.columns import Columns, Overrides, find_columns, observations
@@ -204,10 +204,9 @@ class _Ring:
 
 def _incident(number: int, verdict: Verdict, *, in_hand: bool) -> Incident:
     onset = max(0, verdict.onset if verdict.onset is not None else verdict.step)
-    kind: Literal["spike", "nonfinite"] = "spike" if verdict.kind is Kind.SPIKE else "nonfinite"
     return Incident(
         incident=number,
-        verdict=kind,
+        verdict="spike" if verdict.kind is Kind.SPIKE else "nonfinite",
         cause=verdict.rule,
         rule=verdict.rule,
         value=verdict.value,

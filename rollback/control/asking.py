@@ -36,14 +36,15 @@ _LOOK_FOR_LIFE = 1.0
 _LIVE = ("running", "starting", "unknown")
 
 
+ReplyState = Literal["carried_out", "refused", "open"]
+
+
 class Reply(Document):
     """Schema of `rollback rewind|skip|stop --json`, version 1."""
 
     request: str = Field(description="its name in the run's journal")
     order: RequestKind
-    state: Literal["carried_out", "refused", "open"] = Field(
-        description="open: handed in, and not answered when this was printed"
-    )
+    state: ReplyState = Field(description="open: handed in, and not answered when this was printed")
     text: str
     waited: bool
 
@@ -214,9 +215,7 @@ def _answer(asked: SubmittedRequest) -> Answered | None:
     return fold_journal(asked.paths.train_journal).history.answers.get(asked.name)
 
 
-def _reply(
-    asked: SubmittedRequest, state: Literal["carried_out", "refused", "open"], text: str, *, waited: bool = True
-) -> Reply:
+def _reply(asked: SubmittedRequest, state: ReplyState, text: str, *, waited: bool = True) -> Reply:
     return Reply(request=asked.name, order=asked.request.order, state=state, text=text, waited=waited)
 
 

@@ -5,6 +5,11 @@ from typing import ClassVar, Literal
 from rollback.facts.fact import Count, Fact, Writer
 
 Tier = Literal["fast", "durable"]
+CaptureMode = Literal["overlapped", "at_once", "held"]
+"""What the loop waits for: nothing; the copy, while a thread digests; both.
+
+The last is for scripts that change parameters outside of the optimizer's step: it is found out, not chosen.
+"""
 
 
 class Committed(Fact):
@@ -64,7 +69,7 @@ class Saving(Fact):
     """Slots of the fast tier, on each host; 0: snapshots go straight to the ring."""
     slot_bytes: int
     """Size of a slot."""
-    capture: Literal["overlapped", "at_once", "held"]
+    capture: CaptureMode
     """Either `at_once`, or `overlapped` with the next forward and backward, or `held`: the loop also waits for the
     digest."""
     reason: str

@@ -8,6 +8,8 @@ from rollback.facts.fact import Count, Fact, Window
 
 Outcome = Literal["recovered", "repeated", "not_reproduced", "observed", "carried_out"] | GivingUp
 Action = Literal["rollback", "retry", "stop", "observe"]
+IncidentVerdict = Literal["spike", "nonfinite", "damaged", "requested"]
+Route = Literal["in_process", "relaunch"]
 
 
 class Incident(Fact):
@@ -15,7 +17,7 @@ class Incident(Fact):
 
     kind: Literal["incident"] = "incident"
     incident: Count
-    verdict: Literal["spike", "nonfinite", "damaged", "requested"]
+    verdict: IncidentVerdict
     """`spike` or `nonfinite`: what the sentinel said; `damaged`: the model did worse on a probe batch; `requested`: an
     operator asked for a rewind."""
     cause: str
@@ -138,7 +140,7 @@ class Restored(Fact):
     steps_lost: Count
     """Updates that do not count any more."""
     seconds: float
-    route: Literal["in_process", "relaunch"]
+    route: Route
     """`relaunch`: by the next attempt, which found the plan; else `in_process`."""
     tier: Tier | None = None
     """As in `attached`."""

@@ -4,6 +4,8 @@ from typing import Literal
 
 from rollback.facts.fact import Count, Fact
 
+ProbeOutcome = Literal["model", "data", "unclear"]
+
 
 class Probed(Fact):
     """The loss was up, and the curve could not tell why: the model was asked by a batch that it had been trained on.
@@ -24,7 +26,7 @@ class Probed(Fact):
     """Its loss then, the mean over the ranks, as is the next."""
     loss_now: float | None
     """Its loss now; null: it was not finite."""
-    finding: Literal["model", "data", "unclear"]
+    finding: ProbeOutcome
     """`model`: the model has lost what it knew; an `incident` follows. `data`: the data are harder, and the rise is the
     new level. `unclear`: nothing follows."""
     explanation: str

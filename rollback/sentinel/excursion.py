@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from rollback.sentinel.baseline import TAIL_TO_SIGMA, Baseline
-from rollback.sentinel.objective import Seen
+from rollback.sentinel.objective import LossHistory
 from rollback.sentinel.presets import Preset
 from rollback.sentinel.slow import HAS_COME_DOWN, LITTLE_LOST, STAYS_LOST
 
@@ -81,7 +81,7 @@ class Scale(NamedTuple):
     """The level is so near zero that ratios to it mean nothing: only a return to the first losses is damage."""
 
     @classmethod
-    def of(cls, baseline: Baseline, start: float, seen: Seen) -> "Scale":
+    def of(cls, baseline: Baseline, start: float, seen: LossHistory) -> "Scale":
         """The scale from a baseline, the typical first loss, and what was seen."""
         level = baseline.level
         progress = max(0.0, start - level)
@@ -217,7 +217,7 @@ class Excursion:
 
     def judged(
         self, evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: "Excuse", *, clipped: bool
-    ) -> "Found | None":
+    ) -> "Rule | None":
         """The rule that calls it now, or None. What was advised is not said again. That a rule holds while the loss
         seems to be on its way back is only remembered: it may be a blip."""
         if self.advised:
@@ -270,7 +270,7 @@ class Excuse(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Rule:
     """The rule that calls an excursion, and the mean loss above which the rule holds."""
 
     rule: str
@@ -279,7 +279,7 @@ class Found:
 
 def judge(
     evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: Excuse, *, held: bool, clipped: bool
-) -> Found | None:
+) -> Rule | None:
     """The rule that holds, or None. held: one held before, while the excursion seemed to be on its way back. clipped:
     the gradient norm cannot rise, so that it is quiet says nothing."""
     if excuse is Excuse.EXPLAINED:
@@ -302,7 +302,7 @@ def judge(
 
 def judge_lasting(
     evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: Excuse, start: float
-) -> Found | None:
+) -> Rule | None:
     """The rule by which an excursion is called because it stays. start: the typical first loss."""
     came_down = start - scale.level
     if excuse is Excuse.EXPLAINED or scale.solved or came_down <= HAS_COME_DOWN * scale.noise:
@@ -314,7 +314,7 @@ def judge_lasting(
 
 def stands_out_alone(
     reading: MeasuredObservation, preset: Preset, scale: Scale, *, excused: bool, fell_to: float | None
-) -> Found | None:
+) -> Rule | None:
     """The rule by which one observation stands out, or None: a loss that is far up, one that is up together with the
     gradient norm, or a gradient norm that is far up alone. excused, and a solved task: as in `judge`.
 
@@ -324,26 +324,26 @@ def stands_out_alone(
     if excused or scale.solved:
         lost = _LOST_BEYOND_EXCUSE if excused else _LOST_IF_SOLVED
         above = max(scale.loss_at(LOW), scale.level + lost * scale.progress)
-        return Found("stands-out-lost", above) if scale.progress and reading.loss > above else None
+        return Rule("stands-out-lost", above) if scale.progress and reading.loss > above else None
     if reading.height > STANDS_OUT:
-        return Found("stands-out-loss", scale.loss_at(STANDS_OUT))
+        return Rule("stands-out-loss", scale.loss_at(STANDS_OUT))
     if reading.norm_height is not None and reading.norm_height > preset.support and reading.height > OPENS_SUPPORTED:
-        return Found("stands-out-loss-and-grad-norm", scale.loss_at(OPENS_SUPPORTED))
+        return Rule("stands-out-loss-and-grad-norm", scale.loss_at(OPENS_SUPPORTED))
     if reading.norm_stands_out:
-        return Found("stands-out-grad-norm", _NORM_COUNTED)
+        return Rule("stands-out-grad-norm", _NORM_COUNTED)
     if fell_to is not None and max(fell_to, reading.loss) < (low := scale.loss_at(-STANDS_OUT)):
-        return Found("stands-out-low", low)
+        return Rule("stands-out-low", low)
     return None
 
 
 def _found(
     rule: str, evidence: ExcursionEvidence, scale: Scale, height: float, lost: float | None = None
-) -> Found | None:
+) -> Rule | None:
     """The rule if the evidence is high enough and, where `lost` is required, enough of the progress is lost."""
     if evidence.height <= height or (lost is not None and evidence.lost <= lost):
         return None
     threshold = scale.loss_at(height)
-    return Found(rule, threshold if lost is None else max(threshold, scale.level + lost * scale.progress))
+    return Rule(rule, threshold if lost is None else max(threshold, scale.level + lost * scale.progress))
 
 
 def _returns(last: list[MeasuredObservation], by: int) -> bool:

@@ -3,7 +3,7 @@
 import math
 
 from rollback.config import Objective
-from rollback.sentinel.excursion import Excursion, ExcursionEvidence, Found, MeasuredObservation, Scale
+from rollback.sentinel.excursion import Excursion, ExcursionEvidence, MeasuredObservation, Rule, Scale
 from rollback.sentinel.slow import Slow
 from rollback.sentinel.verdict import NORM_COLLAPSE, Blip, Kind, Verdict
 
@@ -29,7 +29,7 @@ def watch(kind: Kind, reading: MeasuredObservation, excursion: Excursion, scale:
 
 
 def spike(
-    step: int, excursion: Excursion, found: Found, evidence: ExcursionEvidence, scale: Scale, window: tuple[float, ...]
+    step: int, excursion: Excursion, found: Rule, evidence: ExcursionEvidence, scale: Scale, window: tuple[float, ...]
 ) -> Verdict:
     """An excursion that is called now. The value is the mean loss over the observations that decided it."""
     above = f"above {found.threshold:.6g}"
@@ -56,7 +56,7 @@ def spike(
 
 
 def stands_out(
-    reading: MeasuredObservation, found: Found, scale: Scale, norm: float | None, window: tuple[float, ...]
+    reading: MeasuredObservation, found: Rule, scale: Scale, norm: float | None, window: tuple[float, ...]
 ) -> Verdict:
     """An observation that stands out by itself, in a screen."""
     normally = f"normally {scale.level:.6g} with noise {scale.noise:.3g}"

@@ -14,13 +14,13 @@ from rollback.sentinel.excursion import (
     Excursion,
     ExcursionEvidence,
     Excuse,
-    Found,
     MeasuredObservation,
+    Rule,
     Scale,
     judge_lasting,
     stands_out_alone,
 )
-from rollback.sentinel.objective import OBJECTIVES, Seen
+from rollback.sentinel.objective import OBJECTIVES, LossHistory
 from rollback.sentinel.presets import PRESETS
 from rollback.sentinel.probe import ASKED_EVERY, OpenQuestion, about_excursion
 from rollback.sentinel.slow import Collapse, Drift, Fading
@@ -80,7 +80,7 @@ class Sentinel:
         self._drift = Drift(self._preset.drift)
         self._collapse = Collapse()
         self._fading = Fading(self._preset.faded)
-        self._seen = Seen(objective)
+        self._seen = LossHistory(objective)
         self._excursion: Excursion | None = None
         self._first_losses, self._start = list[float](), math.nan  # the first ones, and what is typical of them
         self._rising_since: int | None = None
@@ -129,7 +129,7 @@ class Sentinel:
             found = stands_out_alone(reading, self._preset, scale, excused=self._excused > 0, fell_to=fell_to)
         else:
             bound = self._seen.loss_beyond(scale.noise)
-            found = Found("stands-out-loss", bound) if loss > bound else None
+            found = Rule("stands-out-loss", bound) if loss > bound else None
         return explain.stands_out(reading, found, scale, norm, self._loss.recent()) if found is not None else None
 
     def question(self, step: int) -> OpenQuestion | None:
@@ -214,7 +214,7 @@ class Sentinel:
         on."""
         excursion.add(reading, self._preset.patience)
         if excursion.lows >= LOWS_THAT_END[self._state]:
-            return self._end(Event.RECOVERED, excursion, reading, scale)
+            return self._end(Event.RECOVERED, excursion, reading)
         if self._state is State.WATCHING:
             if excursion.lows:
                 self._accept(reading.loss, reading.log_norm)
@@ -228,13 +228,13 @@ class Sentinel:
                     verdict = explain.spike(reading.step, excursion, found, lasting, scale, self._loss.recent())
                     return self._call(verdict, reading, scale)
         if excursion.count >= self._persists_after(excursion):
-            return self._end(Event.PERSISTED, excursion, reading, scale)
+            return self._end(Event.PERSISTED, excursion, reading)
         return explain.watch(self._move(Event.HIGH), reading, excursion, scale)
 
-    def _judged(self, evidence: ExcursionEvidence, excursion: Excursion, scale: Scale) -> Found | None:
+    def _judged(self, evidence: ExcursionEvidence, excursion: Excursion, scale: Scale) -> Rule | None:
         """The rule that calls it now."""
         if not self._measures_progress() and evidence.least > (bound := self._seen.loss_beyond(scale.noise)):
-            return Found("loss-beyond-seen", bound)
+            return Rule("loss-beyond-seen", bound)
         excuse = self._excuse(excursion)
         return excursion.judged(evidence, self._preset, scale, excuse, clipped=self._norm.at_ceiling())
 
@@ -256,7 +256,7 @@ class Sentinel:
             self._excursion = Excursion.begin(onset, reading, scale, self._preset.patience)
         return verdict
 
-    def _end(self, event: Event, excursion: Excursion, reading: MeasuredObservation, scale: Scale) -> Verdict:
+    def _end(self, event: Event, excursion: Excursion, reading: MeasuredObservation) -> Verdict:
         """The excursion is over. A called one is not reported again; one that was left alone is reported as a blip."""
         ended = explain.ended(excursion, event is Event.PERSISTED) if self._state is State.WATCHING else None
         self._excursion = self._rising_since = None

@@ -144,7 +144,7 @@ class Teeth:
         self._climbs.low, self._climbs.top, self._called = state["low"], state["top"], state["called"]
 
 
-class Seen:
+class LossHistory:
     """What a run's losses and norms have been like so far, those of incidents left out but for their `Teeth`."""
 
     def __init__(self, objective: Objective) -> None:

@@ -13,7 +13,7 @@ from rollback.train.advice.advisor import Advisor
 from rollback.train.catalogue.draining import end_draining
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data.batches import Batches
-from rollback.train.data.passes import Again, Passes
+from rollback.train.data.passes import Passes, RestoreAtPass
 from rollback.train.ending import TrainingEnd
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Decision, Halt, Rewind, ServeRequests, Undo
@@ -76,11 +76,11 @@ class TrainingLoop:
         self.prober.drop()
         self.pass_rehearsal.end()
         again = self.passes.start_pass()
-        self.pass_rehearsal.pass_begins(restored=again is not Again.NOTHING)
+        self.pass_rehearsal.pass_begins(restored=again is not RestoreAtPass.NOTHING)
         self.step_in_progress.heartbeat.activity.empty_pass = self.passes.epoch
-        if again is Again.RANDOM_STATES:
+        if again is RestoreAtPass.RANDOM_STATES:
             self.state.restore_random_states()
-        elif again is Again.EVERYTHING:
+        elif again is RestoreAtPass.EVERYTHING:
             self.rewinder.restore_again(RollbackCause.EPOCH_START)
         self.state.cursor.begin_pass()
         self.run.record.advise(*self.passes.advice())

@@ -14,18 +14,14 @@ from typing import Any
 
 from rollback.system.small_json import parse_json, require_modest, require_shallow
 
-ITEM_SIZE: Mapping[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
-DTYPE_NAME: Mapping[str, str] = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
-    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
-    "I32": "int32", "U32": "uint32", "F32": "float32",
-    "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64",
-}  # fmt: skip
+_BY_SIZE: Mapping[int, Mapping[str, str]] = {
+    1: {"BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn"},
+    2: {"I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16"},
+    4: {"I32": "int32", "U32": "uint32", "F32": "float32"},
+    8: {"I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64"},
+}
+ITEM_SIZE: Mapping[str, int] = {code: size for size, names in _BY_SIZE.items() for code in names}
+DTYPE_NAME: Mapping[str, str] = {code: name for names in _BY_SIZE.values() for code, name in names.items()}
 """What torch, and run.json with it, calls the type of a code."""
 _PAGE = 4096
 HEADER_LIMIT = 32 << 20

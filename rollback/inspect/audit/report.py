@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rollback.facts.fact import InitialState, Sharding
-from rollback.facts.incidents import Action, Outcome
+from rollback.facts.incidents import Action, IncidentVerdict, Outcome, Route
+from rollback.facts.probes import ProbeOutcome
 from rollback.facts.training import RequestKind, Tier, Window
 from rollback.inspect.document import Document, Point, ReportItem
 from rollback.inspect.record.ending import RunEnding
@@ -43,7 +44,7 @@ class RestoredCheckpoint(ReportItem):
     checkpoint: str
     step: int
     batch: int
-    route: Literal["in_process", "relaunch"]
+    route: Route
     at: str
     seconds: float = Field(description="what the restore itself took")
 
@@ -92,7 +93,7 @@ class IncidentEntry(ReportItem):
     at: str
     attempt: int
     timeline: int = Field(description="restores that the run had executed before")
-    verdict: Literal["spike", "nonfinite", "damaged", "requested"] = Field(
+    verdict: IncidentVerdict = Field(
         description="damaged: on a probe batch; requested: an operator's; `cause` is who it was, `explanation` why"
     )
     cause: str
@@ -177,7 +178,7 @@ class ProbeEntry(ReportItem):
     at: str
     step: int
     onset_step: int = Field(description="where the rise began")
-    finding: Literal["model", "data", "unclear"] | None = Field(
+    finding: ProbeOutcome | None = Field(
         description="model: damaged; data: harder, and the rise is the new level; null: it could not be asked"
     )
     explanation: str

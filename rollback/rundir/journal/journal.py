@@ -347,7 +347,6 @@ class Journal:
         self._path, self._what = path, path.stem
         reading = reading or read_journal(path)
         self._indexing = reading.indexing
-        self.torn_bytes = reading.torn_bytes
         self._chain = reading.chain
         self._next, self._end = reading.lines, reading.sound_bytes
         self._backlog: list[tuple[bytes, str]] = []

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult, merged_results
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
@@ -149,8 +148,8 @@ class Leader(Nodes):
         self._seats = seats(before, own.name, launches, self._most, failing=failing, leader_first=apart)
         self._roster.seat({node: launches[node] for node in self._seats if node != own.name})
         for node, by in replacements(before, self._seats) if own.spares else ():
-            why: Literal["lost", "failing"] = "failing" if node in failing else "lost"
-            fact = NodeReplaced(node=node, by=by, rank=self._seats.index(by), why=why)
+            rank = self._seats.index(by)
+            fact = NodeReplaced(node=node, by=by, rank=rank, why="failing" if node in failing else "lost")
             self._note(fact)
             self._say(fact.in_words())
         self._look_at_spares()

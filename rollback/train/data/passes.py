@@ -45,7 +45,7 @@ _LATE = 2  # some count epochs from 1
 _BEHIND_THE_END = 1_000_000  # passes in a row, in some seconds: more than any script has epochs
 
 
-class Again(Enum):
+class RestoreAtPass(Enum):
     """What is restored again when a pass begins, because the script has run code of its own since the restore."""
 
     NOTHING = "nothing"
@@ -126,7 +126,7 @@ class Passes:
         """Whether the present pass is before the one with which training goes on."""
         return self._sought is not None and self.state is PassState.OVER
 
-    def start_pass(self) -> Again:
+    def start_pass(self) -> RestoreAtPass:
         """A `for batch in guard` begins."""
         number, self._next = self._next, self._next + 1
         if self._loop is OuterLoop.HANDED_OUT:
@@ -136,19 +136,19 @@ class Passes:
         self._note_boundary(number)
         if self.state is PassState.LAST:
             self._require_an_end()
-            return Again.NOTHING
+            return RestoreAtPass.NOTHING
         sought, self.state = self._sought, PassState.OPEN
         if sought is None:
             self.epoch = number
             self.leave_broken_epoch(number)
-            return Again.NOTHING
+            return RestoreAtPass.NOTHING
         if number < sought.number:
             self._sought, self.state = replace(sought, strayed=lambda: True), PassState.OVER
-            return Again.NOTHING
+            return RestoreAtPass.NOTHING
         self._sought, self.epoch = None, number
         if sought.over:
             self.state = PassState.OVER
-        return Again.EVERYTHING if sought.strayed() else Again.RANDOM_STATES
+        return RestoreAtPass.EVERYTHING if sought.strayed() else RestoreAtPass.RANDOM_STATES
 
     def advice(self) -> Iterator[tuple[str, str]]:
         """Advice about the pass that has begun: code and text."""

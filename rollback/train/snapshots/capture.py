@@ -28,12 +28,12 @@ from rollback.checkpoints.format.frozen import write_digests
 from rollback.checkpoints.format.layout import Layout, TensorEntry, TensorKind
 from rollback.checkpoints.format.parts import METADATA, Part, write_parts
 from rollback.checkpoints.format.shard import ShardPiece
+from rollback.facts.checkpoints import CaptureMode
 from rollback.system.region import Region, copy
 from rollback.train.comm.ranks import Ranks
 from rollback.train.sharded import holders_of, version_of
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.copy_stream import await_event, copy_stream, on_host
-from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state import tree
 from rollback.train.state.image import PARAMETERS, STILL, Image
 from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind

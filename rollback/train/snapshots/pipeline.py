@@ -20,6 +20,7 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.format.packs import Place
 from rollback.checkpoints.format.shard import Written
 from rollback.errors import RollbackError
+from rollback.facts.checkpoints import CaptureMode
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.system.region import Region
 from rollback.system.threads import Threads
@@ -39,7 +40,6 @@ from rollback.train.snapshots.in_flight import (
     SnapshotStage,
 )
 from rollback.train.snapshots.memory import SnapshotMemory
-from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state.image import Image
 
 _MOVED = (

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -11,6 +10,7 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.sizing import bytes_of_tier, free_memory, slots_that_fit
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RollbackError, message_of
+from rollback.facts.checkpoints import CaptureMode
 from rollback.rundir.paths import RunPaths
 from rollback.system.cgroups import cores_here
 from rollback.train.comm.ranks import Ranks
@@ -20,12 +20,6 @@ _MANIFEST = 1 << 16  # bytes of a slot for its manifest, amply
 
 SWITCHED_OFF = "it is switched off"
 """Why there is no fast tier, where that was asked for."""
-
-CaptureMode = Literal["overlapped", "at_once", "held"]
-"""What the loop waits for: nothing; the copy, while a thread digests; both.
-
-The last is for scripts that change parameters outside of the optimizer's step: it is found out, not chosen.
-"""
 
 
 OpenedTier = tuple[SlotPaths | None, str]

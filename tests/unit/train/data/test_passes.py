@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 from rollback.errors import RollbackError, UsageError
 from rollback.train.data import passes as passes_module
 from rollback.train.data.cursor import Cursor, cursor_for
-from rollback.train.data.passes import Again, Passes
+from rollback.train.data.passes import Passes, RestoreAtPass
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.updates.model_switches import ModelSwitches
 
@@ -38,7 +38,7 @@ def put_back(passes: Passes) -> None:
 
 def test_a_new_run_begins_with_its_first_pass() -> None:
     passes = passes_of(at(0))
-    assert passes.start_pass() is Again.NOTHING
+    assert passes.start_pass() is RestoreAtPass.NOTHING
     assert (passes.epoch, passes.over) == (0, False)
 
 
@@ -47,23 +47,23 @@ def test_under_range_a_resumed_run_walks_through_what_is_over(epoch: int) -> Non
     passes = passes_of(at(epoch, 2))
     passes.resume()
     for _ in range(epoch):
-        assert passes.start_pass() is Again.NOTHING
+        assert passes.start_pass() is RestoreAtPass.NOTHING
         assert passes.over
-    assert passes.start_pass() is Again.EVERYTHING, "the script ran code of its own on the way"
+    assert passes.start_pass() is RestoreAtPass.EVERYTHING, "the script ran code of its own on the way"
     assert (passes.epoch, passes.over) == (epoch, False)
 
 
 def test_a_run_resumed_in_its_first_pass_needs_its_random_states_only() -> None:
     passes = passes_of(at(0, 2))
     passes.resume()
-    assert passes.start_pass() is Again.RANDOM_STATES
+    assert passes.start_pass() is RestoreAtPass.RANDOM_STATES
 
 
 def test_epochs_begins_where_a_resumed_run_stands() -> None:
     passes = passes_of(at(2, 1))
     passes.resume()
     assert next(passes.epochs(5)) == 2
-    assert passes.start_pass() is Again.RANDOM_STATES
+    assert passes.start_pass() is RestoreAtPass.RANDOM_STATES
 
 
 def test_epochs_goes_back_over_an_epoch_s_start() -> None:
@@ -77,7 +77,7 @@ def test_epochs_goes_back_over_an_epoch_s_start() -> None:
     put_back(passes)
     assert passes.interrupted
     assert next(epochs) == 0
-    assert passes.start_pass() is Again.EVERYTHING
+    assert passes.start_pass() is RestoreAtPass.EVERYTHING
     assert not passes.interrupted
 
 
@@ -163,10 +163,12 @@ def behind(epoch: int) -> Cursor:
 def test_behind_an_epoch_that_pass_begins_once_more_and_is_over_and_the_next_one_has_batches() -> None:
     passes = passes_of(behind(1))
     passes.resume()
-    assert passes.start_pass() is Again.NOTHING
-    assert passes.start_pass() is Again.EVERYTHING, "what the script does behind it is done on the restored state"
+    assert passes.start_pass() is RestoreAtPass.NOTHING
+    assert passes.start_pass() is RestoreAtPass.EVERYTHING, (
+        "what the script does behind it is done on the restored state"
+    )
     assert (passes.epoch, passes.over) == (1, True)
-    assert passes.start_pass() is Again.NOTHING
+    assert passes.start_pass() is RestoreAtPass.NOTHING
     assert (passes.epoch, passes.over) == (2, False)
 
 
@@ -174,7 +176,7 @@ def test_behind_an_epoch_at_which_the_script_was_through_the_next_one_begins() -
     passes = passes_of(behind(1))
     passes.resume(left=True)
     assert next(passes.epochs(4)) == 2
-    assert passes.start_pass() is Again.RANDOM_STATES
+    assert passes.start_pass() is RestoreAtPass.RANDOM_STATES
     assert not passes.over
 
 
