@@ -8,8 +8,9 @@ from rollback.errors import UsageError
 from rollback.train.data.cursor.base import Cursor
 from rollback.train.data.cursor.drawn import DrawnCursor
 from rollback.train.data.cursor.mapstyle import MapStyleCursor
+from rollback.train.data.cursor.nodes import require_a_way_back
 from rollback.train.data.cursor.reiterated import ReiteratedCursor
-from rollback.train.data.cursor.stateful import HuggingFaceStream, StatefulCursor, loses_order
+from rollback.train.data.cursor.stateful import HuggingFaceStream, StatefulCursor
 
 _ACCEPTED = (
     "accepted are: a torch DataLoader; an iterable with state_dict and load_state_dict; a callable without arguments "
@@ -32,12 +33,7 @@ def cursor_for(loader: Any) -> Cursor:
             hint="model, optimizer, loader, scheduler = rollback.protect(accelerator, model, optimizer, loader, "
             "scheduler) hands out its batches under a guard; or hand over a DataLoader with a DistributedSampler",
         )
-    if loses_order(loader):
-        raise UsageError(
-            "cannot go back in the batches of ParallelMapper(in_order=False) of torchdata.nodes: it hands them out as "
-            "its workers finish, so no start would get them in the same order again",
-            hint="take in_order=False out: its workers still work side by side, and each item waits for its turn",
-        )
+    require_a_way_back(loader)
     if _is_torchdata_loader(loader) and not _keeps_state(loader):
         # By index, or else read again from the start, as the loader itself does it where its parts keep no state.
         return ReiteratedCursor(loader) if _is_iterable_style(loader) else MapStyleCursor(loader)

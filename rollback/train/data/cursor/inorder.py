@@ -11,6 +11,7 @@ from rollback.train.data import rng
 from rollback.train.data.cursor.base import Cursor, Indices
 from rollback.train.data.cursor.description import length_of
 from rollback.train.data.cursor.generators import Generators
+from rollback.train.data.cursor.nodes import nodes_in_step
 from rollback.train.data.workers import leave_stopping_to_the_rank, shut_down
 
 
@@ -45,7 +46,7 @@ class InOrderCursor(Cursor):
         if isinstance(loader, DataLoader):
             loader.in_order = True
         leave_stopping_to_the_rank(loader)
-        self.generators = Generators(loader)
+        self.generators = Generators(loader, *nodes_in_step(loader))
         self._iterator: Iterator[Any] | None = None
         self._ahead: _ReadAhead | None = None
 

@@ -1,10 +1,8 @@
-"""The cursor of a loader that saves its own position: torchdata's StatefulDataLoader, a streaming data set;
-what torchdata.nodes does otherwise; and what the state of a stream of Hugging Face's leaves out."""
+"""The cursor of a loader that saves its own position: torchdata's StatefulDataLoader, a streaming data set; and what
+the state of a stream of Hugging Face's leaves out."""
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import or_
 from typing import Any
 
@@ -13,8 +11,8 @@ from torch.utils.data import DataLoader
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import cannot_ask_again
 from rollback.train.data.cursor.inorder import InOrderCursor
+from rollback.train.data.cursor.nodes import reading_nothing_ahead, require_no_drawing_threads
 
-_NODES, _BEGINS_ANEW = "torchdata.nodes", "restart_on_stop_iteration"
 _HF_MODULE = "datasets.iterable_dataset"
 _HF_NO_EPOCH = -1  # a state of another epoch than the present one is not used
 _HF_MOST_PARTS = 1000  # data sets within a data set
@@ -91,7 +89,9 @@ class StatefulCursor(InOrderCursor):
             raise cannot_ask_again(type(self._loader).__name__)
         stream, self._stream = self._stream, None
         if stream is None:
-            return self._read_in_process()
+            data = self._read_in_process()
+            require_no_drawing_threads(self._loader, self.batch)
+            return data
         with rng.preserved():
             rng.restore(stream)
             return self._read_in_process()
@@ -147,46 +147,13 @@ class StatefulCursor(InOrderCursor):
         at_position = self.generators.states()
         self.generators.restore(self._opening["generators"])
         self._load()  # which has its own word about those that its state tells
-        with rng.preserved(), _reading_nothing_ahead(self._loader):
+        with rng.preserved(), reading_nothing_ahead(self._loader):
             rng.restore(self._opening["rng"])
             self._iterator = iter(self._loader)
         self._unbegun = self.offset > 0 and not self._draws and inspect.isgenerator(self._iterator)
         # A generator function is yet to draw from those that it draws from where an epoch begins.
         kept = zip(self._drawn_from, at_position, self.generators.states(), strict=True)
         self.generators.restore([then if drawn or not self._unbegun else now for drawn, then, now in kept])
-
-
-def _is_of_nodes(thing: Any) -> bool:
-    return any(kind.__module__.startswith(_NODES) for kind in type(thing).__mro__)
-
-
-@contextmanager
-def _reading_nothing_ahead(loader: Any) -> Iterator[None]:
-    """Within it, the loader's `iter` goes to its position and no further. Else it would also read the next batch there,
-    to begin anew at an epoch's end: with the random states of the epoch's opening, and not with those of the batch."""
-    begins_anew = _is_of_nodes(loader) and getattr(loader, _BEGINS_ANEW, False)
-    if begins_anew:
-        setattr(loader, _BEGINS_ANEW, False)
-    try:
-        yield
-    finally:
-        if begins_anew:
-            setattr(loader, _BEGINS_ANEW, True)
-
-
-def loses_order(loader: Any) -> bool:
-    """Whether workers race within it, so that no position in its batches means anything: `in_order=False`."""
-    waiting, seen = [loader], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen or not _is_of_nodes(node):
-            continue
-        seen.add(id(node))
-        if getattr(node, "in_order", True) is False and getattr(node, "num_workers", 0) > 1:
-            return True
-        for held in vars(node).values():
-            waiting += held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else [held]
-    return False
 
 
 class HuggingFaceStream:

@@ -114,6 +114,29 @@ def augmenting(**settings: Any) -> Any:
     return nodes.Loader(nodes.Mapper(nodes.Batcher(node, 3), torch.stack))
 
 
+def prefetched(sampler: Any, draw: Callable[[Any], Any] = torch.tensor) -> Any:
+    """torchdata's nodes, of which one draws in a thread."""
+    node: Any = nodes.Mapper(nodes.SamplerWrapper(sampler), draw)
+    return nodes.Loader(nodes.Prefetcher(nodes.Batcher(node, 3), prefetch_factor=2))
+
+
+def mixed(stop_criteria: str, sampler: Callable[[range], Any]) -> Any:
+    parts = {
+        str(first): nodes.SamplerWrapper(sampler(range(first, first + 7))) for first in (0, 100)
+    }  # a sampler gives numbers from 0 on: which part they are of does not count here
+    weights = dict.fromkeys(parts, 0.5)
+    node: Any = nodes.MultiNodeWeightedSampler(parts, weights, stop_criteria=stop_criteria)
+    return nodes.Loader(nodes.Batcher(node, 3))
+
+
+def own_order(samples: range) -> Any:
+    return RandomSampler(samples, generator=torch.Generator().manual_seed(samples[0]))
+
+
+def by_epoch(samples: range) -> Any:
+    return DistributedSampler(samples, num_replicas=1, rank=0)  # type: ignore[arg-type]
+
+
 LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "callable": ("drawn", lambda: get_batch),
     "generator": ("drawn", endless),
@@ -129,6 +152,13 @@ LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "StatefulDataLoader": ("map-style", lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True)),  # type: ignore[arg-type]
     "StatefulDataLoader, iterable": ("re-iterated", lambda: StatefulDataLoader(InOrder(), batch_size=3)),
     "nodes that draw": ("stateful", augmenting),
+    "nodes over a sampler with a generator of its own": (
+        "stateful",
+        lambda: nodes.Loader(nodes.Batcher(nodes.Mapper(nodes.SamplerWrapper(own_order(range(14))), abs), 3)),
+    ),
+    "nodes that are read by a thread": ("stateful", lambda: prefetched(by_epoch(range(14)))),
+    "nodes that mix parts": ("stateful", lambda: mixed("ALL_DATASETS_EXHAUSTED", own_order)),
+    "nodes that mix parts, over and over": ("stateful", lambda: mixed("CYCLE_FOREVER", by_epoch)),
     "StatefulDataLoader, worker": (
         "map-style",
         lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True, num_workers=1),  # type: ignore[arg-type]
@@ -404,6 +434,28 @@ def test_nodes_whose_workers_race_are_refused_by_name(workers: int, in_order: bo
     refused = pytest.raises(UsageError, match=r"ParallelMapper\(in_order=False\)")
     with refused if workers > 1 and not in_order else contextlib.nullcontext():
         cursor_for(loader)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: mixed("ALL_DATASETS_EXHAUSTED", RandomSampler), "a MultiNodeWeightedSampler"),
+        (lambda: mixed("CYCLE_FOREVER", RandomSampler), "a MultiNodeWeightedSampler"),
+        (lambda: mixed("CYCLE_FOREVER", own_order), "a MultiNodeWeightedSampler"),
+        (lambda: prefetched(own_order(range(14))), "a Prefetcher or ParallelMapper"),
+    ],
+)
+def test_nodes_over_a_sampler_whose_order_nobody_could_make_again_are_refused_by_name(
+    make: Callable[[], Any], where: str
+) -> None:
+    with pytest.raises(UsageError, match=f"go back in {where} of torchdata.nodes over a RandomSampler"):
+        cursor_for(make())
+
+
+def test_threads_of_nodes_that_draw_beside_the_model_are_refused_at_the_first_batches() -> None:
+    cursor = cursor_for(prefetched(RandomSampler(range(14)), lambda item: item + torch.rand(1)))
+    with pytest.raises(UsageError, match="a thread of a Prefetcher or ParallelMapper draws"):
+        drive(cursor, 3)
 
 
 def test_values_that_are_not_numbers_do_not_count_as_another_batch() -> None:
