@@ -32,11 +32,12 @@ from rollback.source import instrumentation
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
+from rollback.train.updates.optimizer import applies_gradients
 from rollback.trainers.adopt import notices
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
 from rollback.trainers.adopt.enumeration import ScriptProgress, limit, numbered
 from rollback.trainers.adopt.epoch_loop import EpochLoop, EpochMoved, in_place_of
-from rollback.trainers.adopt.made_objects import Adopted, MadeObjects, applies_gradients, guard_parts
+from rollback.trainers.adopt.made_objects import Adopted, MadeObjects, guard_parts
 from rollback.trainers.adopt.notices import ScriptNotices, inexact
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.script_losses import ScriptLosses
