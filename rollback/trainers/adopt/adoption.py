@@ -115,7 +115,7 @@ class Adoption:
             return
         self._move(ScriptEvent.LEAVES)
         guard, breaks_off = adopted.guard, state is AdoptionState.IN_PASS and not self._progress.limited
-        told = self._notices.told_to_stop(together=state is AdoptionState.IN_PASS)
+        told = self._notices.script_was_told(together=state is AdoptionState.IN_PASS)
         if state is AdoptionState.IN_PASS and not told:
             self._notices.share()
             stays = self._with_guard(guard.finish, "the script's own end of its loop")
