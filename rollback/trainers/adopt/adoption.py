@@ -357,9 +357,8 @@ class Adoption:
         ours = adopted is not None and optimizer is adopted.optimizer
         if ours:
             self._progress.note_update()
-        if self._state in (AdoptionState.ELSEWHERE, AdoptionState.LEFT) or (ours and not self._updates_astray()):
-            return
-        if not applies_gradients(optimizer):
+        over = self._state in (AdoptionState.ELSEWHERE, AdoptionState.LEFT)
+        if over or (ours and not self._updates_astray()) or not applies_gradients(optimizer):
             return
         if adopted is None:
             self._notices.refuse(notices.updates_without_loop(self._sources.caller()))
