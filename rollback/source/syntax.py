@@ -61,7 +61,9 @@ def leaving(nodes: Iterable[ast.AST], *, inner: bool = False) -> Iterator[ast.Re
 
 def may_lack(scope: ast.AST, name: str, at: ast.stmt) -> ast.stmt | None:
     """The first statement by which a name of the scope gets a value on the way to `at`, if it may get none: where that
-    is in an `if` without an `else`. None: it has one, or never gets any."""
+    is in an `if` without an `else`. None: it has one, as each argument of a function, or never gets any."""
+    if isinstance(scope, Function) and any(isinstance(it, ast.arg) and it.arg == name for it in ast.walk(scope.args)):
+        return None
     before = [part for block in blocks_in(scope) for part in _in_front_of(at, block)]
     giving = (part for part in before if _gives(part, name))
     return None if any(_gives(part, name, always=True) for part in before) else next(giving, None)

@@ -322,9 +322,10 @@ class Guard:
         return self._loop.training_end.is_on_record
 
     @property
-    def told_to_stop(self) -> bool:
-        """Whether this rank has got a stop signal, and training is not over: all ranks stop behind a coming step."""
-        return self._loop.requests.stop.requested and not self.finished
+    def script_was_told(self) -> bool:
+        """Whether a stop signal has reached a handler of the script's here, and training is not over: where the script
+        leaves its loop now, that need not be its end."""
+        return self._loop.requests.stop.script_was_told and not self.finished
 
     @property
     def run(self) -> Path:

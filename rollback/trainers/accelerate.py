@@ -15,12 +15,14 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.start import attach
+from rollback.train.updates.optimizer import applies_gradients
 from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_trainer import made_guard, named
@@ -64,7 +66,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     guard.keep(accelerator=counts, accelerator_evaluated=_watch_evaluated_loaders(accelerator, loader))
     accelerator.save_state = folders.save_state
     guarded = GuardedLoader(loader, guard, counts)
-    optimizer.register_step_pre_hook(lambda *_: _require_guarded(guarded))
+    optimizer.register_step_pre_hook(lambda *_: _require_guarded(guarded, optimizer))
     optimizer.register_step_pre_hook(lambda *_: _require_averaged(found["model"], guard))
     accelerator.backward = partial(_backward, accelerator.backward, guard)
     register = accelerator.register_for_checkpointing
@@ -136,9 +138,9 @@ def _backward(original: Callable[..., Any], guard: Guard, loss: Any, *more: Any,
     return result
 
 
-def _require_guarded(loader: "GuardedLoader") -> None:
+def _require_guarded(loader: "GuardedLoader", optimizer: Optimizer) -> None:
     """At an update. What the function `skip_first_batches` makes of a guarded loader reads its data past the guard."""
-    if loader.was_iterated:
+    if loader.was_iterated or not applies_gradients(optimizer):
         return
     error = UsageError(
         "the script updates the model on batches that are not the guard's: it has not yet iterated the loader that "

@@ -11,6 +11,7 @@ from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.train.run import has_been_here, supervised
 from rollback.train.start import attach
+from rollback.train.start.arguments import check_run
 from rollback.wording import Calls
 
 
@@ -105,15 +106,20 @@ def made_guard(settings: dict[str, Any], /, **objects: Any) -> Guard:
             hint="leave it out: a Trainer has it, and what accelerator.prepare() has returned is handed over without a "
             "name. An object of your own goes by another name",
         )
-    paths = attach.run_paths(settings.get("run"))
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first and not supervised() and has_been_here(paths):  # under a supervisor it is refused
+    if os.environ.get("RANK", "0") == "0" and not supervised():  # under a supervisor it is refused
+        _tell_where_it_goes_on(settings.get("run"))
+    return Guard(**objects, **settings)
+
+
+def _tell_where_it_goes_on(run: Any) -> None:
+    check_run(run)
+    paths = attach.run_paths(run)
+    if has_been_here(paths) and os.path.lexists(paths.identity):
         say(
             f"this process has trained in {paths.root} before: what is trained now goes on with that run, with its "
             "weights and at its place, and is no new training. For another one (a fold, a seed, a trial) name another "
             'run directory: rollback.protect(..., run="runs/fold-2")'
         )
-    return Guard(**objects, **settings)
 
 
 def require_none_of(cases: Iterable[tuple[object, str, str]]) -> None:

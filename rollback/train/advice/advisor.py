@@ -100,8 +100,8 @@ EVALUATED = (
 NOT_SWITCHED_AGAIN = (
     "requires-grad-not-again",
     "the script had changed requires_grad of {names} on its way to where this process goes on, and has not done so "
-    "here: this process trains other layers than the run did. A start leaves requires_grad as the script sets it, so "
-    "let the script set it wherever the run is behind that point, also in front of the first batch: "
+    "here. Unless it changes that back at this very place, this process trains other layers than the run did. A start "
+    "leaves requires_grad as the script sets it, so let the script set it wherever the run is behind that point: "
     "if guard.step >= 1000, not if guard.step == 1000",
 )
 

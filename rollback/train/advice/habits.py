@@ -30,8 +30,8 @@ class Habit(NamedTuple):
     """Whether it did so, if it did, while the gradient scaler's factor was still in them."""
     late: bool | None = None
     """Whether it made them smaller after the step that used them."""
-    carried: bool | None = None
-    """Whether the gradients were added to those of the update before."""
+    carried: bool = False
+    """Whether the gradients were added to those of the update before, as far as is known."""
     undivided: bool | None = None
     """Whether no batch's loss was divided, in a real accumulation."""
     always_averaged: bool | None = None
@@ -45,7 +45,10 @@ class _Noticed:
     while_scaled: bool | None = None
     unscaled: bool = False
     stepped: tuple[Tensor, int, Tensor] | None = None
-    carried: bool | None = None
+    added_to: Tensor | None = None
+    """The norm of the gradient of the step before, where the last backward has added to that."""
+    carried: Tensor | None = None
+    """The same of the last backward in front of the step."""
     found: tuple[Tensor, ...] = ()
     """Of a sharded telltale: whether each backward found a gradient there that was not zero."""
     last: tuple[int, int] | None = None
@@ -67,8 +70,9 @@ class Habits:
         self._thread = threading.get_ident()
         self._looks = self._late_looks = _SAMPLED
         self._now = _Noticed()
-        self._used: tuple[Tensor, int] | None = None
-        """The gradient of the last step, and the version that it has if since then backwards alone wrote to it."""
+        self._used: tuple[Tensor, int, Tensor] | None = None
+        """The gradient of the last step, the version that it has if since then backwards alone wrote to it, and its
+        norm then: some steps set it to zero themselves."""
         self._hook: Any = None
         self._watch: BackwardWatch | None = None
         self._averages = False
@@ -113,7 +117,7 @@ class Habits:
             written=now.written,
             while_scaled=now.while_scaled,
             late=_was_late(*now.stepped) if now.stepped is not None else None,
-            carried=bool(torch.stack(now.found).all()) if now.found else now.carried,
+            carried=bool(torch.stack(now.found).all()) if now.found else bool(now.carried),
             undivided=all(now.undivided) if accumulated and len(now.undivided) >= batches else None,
             always_averaged=now.unaveraged == 0 if accumulated and now.averaged >= batches else None,
         )
@@ -125,10 +129,10 @@ class Habits:
         if gradient is not None:
             version = storage_version(gradient)
             if self._used is not None and not is_sharded(gradient):
-                used, count = self._used
+                used, count, norm = self._used
                 count += 1
-                self._used = used, count
-                now.carried = version == (storage_version(used)[0], count)
+                self._used = used, count, norm
+                now.added_to = norm if version == (storage_version(used)[0], count) else None
             if now.last is not None:
                 now.additions += version[0] == now.last[0] and version[1] > now.last[1]
             now.last = version
@@ -153,9 +157,11 @@ class Habits:
         gradient = self._gradient()
         if gradient is not None and self._late_looks > 0:
             self._late_looks -= 1
+            # Not sooner: behind a step another loss may add to them, as a generator's to those of its discriminator.
+            self._now.carried = self._now.added_to
             # The tensor is small enough to keep: zero_grad usually frees the gradients before we look.
             self._now.stepped = gradient, version_of(gradient), torch.linalg.vector_norm(local_of(gradient))
-            self._used = gradient, version_of(gradient)
+            self._used = self._now.stepped
 
     def _gradient(self) -> Tensor | None:
         """The telltale's, if there is one and it is dense."""

@@ -56,6 +56,11 @@ class StopRequest:
     def requested(self) -> bool:
         return bool(self._got)
 
+    @property
+    def script_was_told(self) -> bool:
+        """Whether a handler of the script's has been called for one of them."""
+        return signal.SIGTERM in self._got and callable(self._before[signal.SIGTERM])
+
     def give_up(self) -> None:
         """No guard comes about: what this rank has been told meanwhile takes the course that it takes without one."""
         self.withdraw()

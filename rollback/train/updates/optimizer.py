@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from rollback.errors import UsageError
 from rollback.train.comm.beat import Gauges
+from rollback.train.sharded import local_of
 from rollback.train.updates.gradients import GradientNorms, Gradients
 from rollback.train.updates.hooks import before_update, watch_method, weak_hook
 from rollback.train.updates.wrappers import unwrap
@@ -120,3 +121,10 @@ class Updates:
                 "checkpoint has what the scaler has found in the gradients since its last update()",
                 hint="call scaler.update() behind scaler.step(optimizer), in the same pass through the loop's body",
             )
+
+
+def applies_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has any that is not zero. Before torch.distributed.checkpoint loads or saves an optimizer without a
+    state, it lets it make one by an update of zeros; that is no training."""
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return any(item.layout is not torch.strided or bool(local_of(item).any()) for item in gradients)

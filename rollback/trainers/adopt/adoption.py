@@ -32,11 +32,12 @@ from rollback.source import instrumentation
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
+from rollback.train.updates.optimizer import applies_gradients
 from rollback.trainers.adopt import notices
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
 from rollback.trainers.adopt.enumeration import ScriptProgress, limit, numbered
 from rollback.trainers.adopt.epoch_loop import EpochLoop, EpochMoved, in_place_of
-from rollback.trainers.adopt.made_objects import Adopted, MadeObjects, applies_gradients, guard_parts
+from rollback.trainers.adopt.made_objects import Adopted, MadeObjects, guard_parts
 from rollback.trainers.adopt.notices import ScriptNotices, inexact
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.script_losses import ScriptLosses
@@ -114,7 +115,7 @@ class Adoption:
             return
         self._move(ScriptEvent.LEAVES)
         guard, breaks_off = adopted.guard, state is AdoptionState.IN_PASS and not self._progress.limited
-        told = self._notices.told_to_stop(together=state is AdoptionState.IN_PASS)
+        told = self._notices.script_was_told(together=state is AdoptionState.IN_PASS)
         if state is AdoptionState.IN_PASS and not told:
             self._notices.share()
             stays = self._with_guard(guard.finish, "the script's own end of its loop")
@@ -356,9 +357,8 @@ class Adoption:
         ours = adopted is not None and optimizer is adopted.optimizer
         if ours:
             self._progress.note_update()
-        if self._state in (AdoptionState.ELSEWHERE, AdoptionState.LEFT) or (ours and not self._updates_astray()):
-            return
-        if not applies_gradients(optimizer):
+        over = self._state in (AdoptionState.ELSEWHERE, AdoptionState.LEFT)
+        if over or (ours and not self._updates_astray()) or not applies_gradients(optimizer):
             return
         if adopted is None:
             self._notices.refuse(notices.updates_without_loop(self._sources.caller()))

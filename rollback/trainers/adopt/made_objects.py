@@ -18,7 +18,7 @@ from rollback.errors import UsageError
 from rollback.train.advice.script_tensors import ModelCopies, copies_of_script, tensors_in
 from rollback.train.guard import Guard
 from rollback.train.introspection import instances, own_variables
-from rollback.train.sharded import FsdpModules, local_of
+from rollback.train.sharded import FsdpModules
 from rollback.train.start.arguments import check_whole
 from rollback.train.updates.wrappers import outermost
 from rollback.trainers.adopt.epoch_loop import EpochLoop
@@ -99,13 +99,6 @@ class MadeObjects:
 def optimizers_of(made: list[Any]) -> list[Optimizer]:
     """Torch's own: what wraps one, as Accelerate's does, has not begun one itself."""
     return [thing for thing in made if isinstance(thing, Optimizer) and "param_groups" in vars(thing)]
-
-
-def applies_gradients(optimizer: Optimizer) -> bool:
-    """Whether it has any that is not zero. Before torch.distributed.checkpoint loads or saves an optimizer without a
-    state, it lets it make one by an update of zeros; that is no training."""
-    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    return any(item.layout is not torch.strided or bool(local_of(item).any()) for item in gradients)
 
 
 def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, Any]]:

@@ -69,10 +69,10 @@ class ScriptNotices:
                     )
                 )
 
-    def told_to_stop(self, *, together: bool) -> bool:
-        """Whether a rank has been told to stop. A script that leaves its loop then has handled that signal itself, so
-        far as anyone can tell, and has not come to its end. together: all ranks are here."""
-        here = self.guard is not None and self.guard.told_to_stop
+    def script_was_told(self, *, together: bool) -> bool:
+        """Whether the script handles a stop signal itself, and a rank has got it. If it leaves its loop then, it has
+        not come to its end, so far as anyone can tell. together: all ranks are here."""
+        here = self.guard is not None and self.guard.script_was_told
         return any(Ranks().from_each(here)) if together else here
 
     def note_inexact(self, what: str, step: int) -> None:

@@ -34,6 +34,7 @@ from transformers.training_args import OptimizerNames
 from rollback.errors import UsageError
 from rollback.train.sharded import is_sharded
 from rollback.train.start import attach
+from rollback.train.updates.optimizer import applies_gradients
 from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_trainer import GuardedTrainer, refusing, replaced, require_none_of
@@ -156,7 +157,8 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         """At every update while `train` runs. In front of the guard there is none of the model's."""
         if not hasattr(self, "guard"):
             trained = {*map(id, self._trainer.model.parameters())}
-            if any(id(item) in trained for group in optimizer.param_groups for item in group["params"]):
+            ours = any(id(item) in trained for group in optimizer.param_groups for item in group["params"])
+            if ours and applies_gradients(optimizer):
                 self._require_guard()
 
     def _require_guard(self) -> None:

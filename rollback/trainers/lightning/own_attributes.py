@@ -29,6 +29,13 @@ class OwnAttributes:
         self._others = {*vars(bare), *own} - {*self._first}
         """Those of Lightning, and those that hold objects or tensors: they are named where no checkpoint has them."""
         self._told_of: set[str] = set()
+        self._loaded: set[str] = set()
+
+    def begin(self) -> None:
+        """Lightning has told the script that training begins. What that has set then, as the folder of a log, is a
+        setting too, unless training had changed it where the run goes on."""
+        found = {name: _state_at_first(value) for name, value in vars(self._module).items()}
+        self._first |= {name: found[name] for name in found.keys() - self._others - self._loaded if found[name]}
 
     def state_dict(self) -> dict[str, Any]:
         """The states of those that are not what they were when training began, by their names."""
@@ -41,6 +48,7 @@ class OwnAttributes:
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self._loaded = {*kept}
         for name in {**kept, **self.state_dict()}:
             self._put(name, kept.get(name, self._first.get(name, _ABSENT)))
 

@@ -145,6 +145,10 @@ class FitState:
         self._loaded = self.counts.loaded = None
         return moved
 
+    def begin(self) -> None:
+        """Lightning has told the script that training begins."""
+        self._attributes.begin()
+
     def restore_again(self) -> None:
         """Where training was put elsewhere: put it there once more, since Lightning has begun an epoch since, and
         callbacks may have logged that again."""

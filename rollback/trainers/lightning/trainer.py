@@ -172,6 +172,7 @@ class _GuardedFit(GuardedTrainer):
         with refusing():
             self._make_guard()
         loop.on_run_start()
+        self._state.begin()
         self.guard.watch(attributes_of_callbacks(self._trainer))
         was_stopped, goes_on = self._was_stopped(), self._state.asked_for_more
         if was_stopped:

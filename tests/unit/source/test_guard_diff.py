@@ -228,6 +228,15 @@ def test_what_is_made_only_where_a_condition_holds_is_none_elsewhere(made: str, 
     assert "scheduler=scheduler" in "".join(lines)
 
 
+@pytest.mark.parametrize("arguments", ["scheduler=None", "*, scheduler=None", "scheduler, /"])
+def test_what_a_function_may_be_given_is_not_taken_from_it(arguments: str) -> None:
+    made = "if scheduler is None:\n    scheduler = StepLR(optimizer, 9)\n"
+    source = f"def train({arguments}):\n" + indent(dedent(HEAD) + made + SIMPLE, "    ")
+    text = guard_diff(source, "train.py").text
+    assert "scheduler = None" not in text
+    assert "scheduler=scheduler" in text
+
+
 @pytest.mark.parametrize(
     ("loop", "leaves"),
     [

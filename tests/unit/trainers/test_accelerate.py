@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -84,6 +85,7 @@ def test_batches_that_are_read_past_the_guard_are_refused_before_the_weights_cha
     prepared = accelerator.prepare(model, optimizer, DataLoader(torch.randn(32, 4), batch_size=8))
     model, optimizer, loader = rollback.protect(accelerator, *prepared, run=tmp_path / "run")
     before = model.weight.detach().clone()
+    get_optimizer_state_dict(model, optimizer.optimizer)  # torch makes a state by an update of zeros
     accelerator.backward(model(next(iter(skip_first_batches(loader, 2)))).square().mean())
     with pytest.raises(UsageError, match="batches that are not the guard's"):
         optimizer.step()

@@ -56,6 +56,27 @@ def test_what_training_has_changed_is_there_in_a_new_process_and_settings_are_th
     assert again.state_dict().keys() == kept.keys()
 
 
+def test_what_the_script_sets_when_training_begins_is_a_setting_unless_training_changes_it(make: Any) -> None:
+    def begin(module: Any, attributes: Any, folder: str) -> None:
+        module.folder, module.rate = folder, 1.0  # in on_train_start
+        attributes.begin()
+
+    module, attributes = make()
+    begin(module, attributes, "version_0")
+    assert attributes.state_dict() == {}
+    module.rate = 0.5
+    kept = attributes.state_dict()
+    assert kept.keys() == {"rate"}
+    other, again = make()
+    again.load_state_dict(kept)
+    begin(other, again, "version_1")
+    again.load_state_dict(kept)
+    assert (other.folder, other.rate) == ("version_1", 0.5)
+    other.folder = "later"
+    again.load_state_dict(kept)
+    assert other.folder == "version_1"
+
+
 def test_numbers_that_come_back_are_not_called_unkept(make: Any) -> None:
     module, _ = make()
     module.part = type(module)(0.3)

@@ -50,3 +50,13 @@ def length_of(sized: Any) -> int | None:
         return len(sized)
     except (TypeError, NotImplementedError):
         return None
+
+
+def other_length(index_sampler: Any, data: Any, before: int | None) -> str | None:
+    """In words, where a data set has another number of samples than before, and a sampler may go by that: it has the
+    data set. One of indices alone, as of a subset, gives what it gave, whatever comes behind these."""
+    attributes = (getattr(item, "__dict__", {}).values() for item in samplers_of(index_sampler))
+    knows = any(value is data for held in attributes for value in held)
+    if not knows or (now := length_of(data)) == before:
+        return None
+    return f"the data set has another number of samples ({now}, not {before})"

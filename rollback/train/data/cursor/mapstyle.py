@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import Cursor, DrawComparer, Indices, as_indices, require_same_last
-from rollback.train.data.cursor.description import description_of, length_of, samplers_of
+from rollback.train.data.cursor.description import description_of, length_of, other_length, samplers_of
 from rollback.train.data.cursor.digest import digest_of_indices, hex_digest_of
 from rollback.train.data.cursor.feed import IndexFeed, SamplerBatch
 from rollback.train.data.cursor.generators import Generators
@@ -270,9 +270,9 @@ class MapStyleCursor(Cursor):
             if settled:
                 raise
             self._unfit = error
-        now, before = self._order_from["length"], state["length"]
-        if now != before and not (self._unfit or self.accepts_other_length):  # in sequence the end alone is another
-            self._unfit = self._does_not_fit(f"the data set has another number of samples ({now}, not {before})")
+        other = other_length(self._index_sampler, self._loader.dataset, state["length"])
+        if other and not (self._unfit or self.accepts_other_length):  # in sequence the end alone is another
+            self._unfit = self._does_not_fit(other)
 
     def _refuse_unfit(self) -> None:
         if self._unfit is not None:

@@ -961,6 +961,31 @@ def test_gradients_that_are_set_to_zero_in_front_of_the_backward_are_innocent(
     assert replace(script, zero_before=set_to_none).codes() == []
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_another_loss_leaves_behind_the_step_are_innocent_where_they_are_set_to_zero(
+    tmp_path: Path, set_to_none: bool, sharded: bool
+) -> None:
+    """As a discriminator gets them, where the generator is trained behind it."""
+
+    def update(model: nn.Module, optimizer: Any) -> None:
+        optimizer.step()
+        model(torch.ones(4, 4)).sum().backward()
+
+    assert replace(Script(tmp_path, plain, update, sharded=sharded), zero_before=set_to_none).codes() == []
+
+
+class ZeroingSGD(torch.optim.SGD):
+    """Its steps leave zeros."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.zero_grad(set_to_none=False)
+
+
+def test_gradients_that_the_step_itself_sets_to_zero_are_innocent(tmp_path: Path, sharded: bool) -> None:
+    assert Script(tmp_path, plain, only_stepping, optimizer=ZeroingSGD, sharded=sharded).codes() == []
+
+
 @pytest.mark.parametrize("carried", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("foreach", [True, False])

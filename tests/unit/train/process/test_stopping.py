@@ -109,6 +109,7 @@ def test_sigterm_is_a_stop_and_the_script_is_told_too() -> None:
     signal.raise_signal(signal.SIGTERM)
     assert told == [signal.SIGTERM]
     assert stop.requested
+    assert stop.script_was_told
 
 
 def test_a_hang_up_that_was_ignored_from_the_start_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,14 @@ def test_an_ignored_signal_of_an_unsupervised_job_stays_ignored(monkeypatch: pyt
     stop = StopRequest()
     signal.raise_signal(signal.SIGUSR1)
     assert not stop.requested
+
+
+def test_a_script_without_a_handler_of_its_own_is_told_nothing() -> None:
+    stop = StopRequest()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.raise_signal(number)
+    assert stop.requested
+    assert not stop.script_was_told
 
 
 @pytest.mark.parametrize(("supervised", "ends"), [(True, 7), (False, -signal.SIGTERM)])

@@ -1,13 +1,15 @@
 """Noticing updates: by the optimizer's hook, and by the gradient scaler's own calls where it drops one."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from rollback.train.updates import gradients
-from rollback.train.updates.optimizer import Updates
+from rollback.train.updates.optimizer import Updates, applies_gradients
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -109,3 +111,17 @@ def test_of_a_closure_that_runs_several_times_the_first_gradient_counts() -> Non
     optimizer.step(closure)
     assert len(norms) > 1
     assert float(updates.grad_norm or 0.0) == pytest.approx(norms[0])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_update_by_which_torch_lets_an_optimizer_make_its_state_applies_nothing(kind: Any) -> None:
+    """Its distributed checkpoints do so, before they load or save one that has none."""
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), 0.1)
+    told: list[bool] = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: told.append(applies_gradients(optimizer)))
+    get_optimizer_state_dict(model, optimizer)
+    assert told == [False]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert told == [False, True]

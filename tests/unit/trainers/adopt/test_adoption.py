@@ -58,7 +58,9 @@ def test_a_script_that_leaves_its_loop_when_it_is_told_to_stop_has_not_come_to_i
         done.append("given up" if given_up else "closed")
 
     adoption = Adoption(strict=False)
-    guard = cast(Guard, SimpleNamespace(close=close, finish=finish, step=5, exit_order=ExitOrder(), told_to_stop=told))
+    guard = cast(
+        Guard, SimpleNamespace(close=close, finish=finish, step=5, exit_order=ExitOrder(), script_was_told=told)
+    )
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
     adoption._notices.guard = guard
     adoption._move(ScriptEvent.GUARD_MADE)

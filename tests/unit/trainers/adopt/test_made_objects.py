@@ -7,7 +7,6 @@ import pytest
 import torch
 from sharding import one_rank
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
@@ -17,7 +16,6 @@ from rollback.errors import UsageError
 from rollback.trainers.adopt.made_objects import (
     CopiedWeights,
     MadeObjects,
-    applies_gradients,
     optimizers_of,
     trained_objects,
 )
@@ -185,17 +183,3 @@ def test_what_a_script_makes_in_each_step_leaves_nothing_and_the_collector_comes
     for _ in range(3):
         objects.alive()
     assert len(collections) == 1
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_update_by_which_torch_lets_an_optimizer_make_its_state_applies_nothing(kind: Any) -> None:
-    """Its distributed checkpoints do so, before they load or save one that has none."""
-    model = nn.Linear(2, 2)
-    optimizer = kind(model.parameters(), 0.1)
-    told: list[bool] = []
-    optimizer.register_step_pre_hook(lambda optimizer, *_: told.append(applies_gradients(optimizer)))
-    get_optimizer_state_dict(model, optimizer)
-    assert told == [False]
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    assert told == [False, True]

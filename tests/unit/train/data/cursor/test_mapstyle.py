@@ -23,6 +23,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
     random_split,
@@ -1050,6 +1051,36 @@ def test_a_data_set_that_has_grown_since_then_is_refused_unless_the_script_makes
     data.length = 8
     cursor.begin_pass()
     assert skip_to_the_end(cursor) == left
+
+
+@pytest.mark.parametrize("sampler", [range(8), SubsetRandomSampler(range(8), torch.Generator().manual_seed(1))])
+def test_a_data_set_may_outgrow_a_sampler_that_has_indices_alone(sampler: Any) -> None:
+    data = Numbers(8)
+    cursor = cursor_for(DataLoader(data, 4, sampler=sampler))
+    cursor.open_epoch()
+    before, left = cursor.state_dict(), skip_to_the_end(cursor)
+    data.length = 12
+    cursor.load_state_dict(before)
+    assert skip_to_the_end(cursor) == left
+
+
+class Backwards(Sampler[int]):
+    def __init__(self, data: Numbers) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.data) - 1, -1, -1))
+
+
+def test_a_sampler_of_one_s_own_that_has_the_data_set_may_go_by_its_length() -> None:
+    data = Numbers(8)
+    cursor = cursor_for(DataLoader(data, 4, sampler=Backwards(data)))
+    cursor.open_epoch()
+    before = cursor.state_dict()
+    data.length = 12
+    cursor.load_state_dict(before)
+    with pytest.raises(RunDoesNotFit):
+        cursor.skip()
 
 
 def test_a_batch_size_that_the_script_sets_in_front_of_each_epoch_may_be_set_again() -> None:
