@@ -82,7 +82,7 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, case: str) -> N
     "case",
     [
         "a list of its batches",
-        *soak("two optimizers", "prefetch", "a generator that holds a batch back", "no loader", "a second training"),
+        *soak("two optimizers", "prefetch", "a generator that holds a batch back", "no loader"),
     ],
 )
 def test_or_runs_unprotected_with_a_notice(tmp_path: Path, case: str) -> None:

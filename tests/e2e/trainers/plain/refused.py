@@ -52,9 +52,9 @@ elif case == "two loaders":
 elif case == "prefetch":
     batches = iter(loader)
     (x,) = next(batches)
-    while True:
+    while x is not None:
         loss = model(x).square().mean()
-        (x,) = next(batches)
+        (x,) = next(batches, (None,))
         loss.backward()
         optimizer.step()
 elif case == "a generator that holds a batch back":
