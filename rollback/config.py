@@ -208,7 +208,7 @@ def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os
     except ValidationError as error:
         raise WrongSetting(
             explain(error, operator), hint="rollback launch --help and help(rollback.Guard) list the settings"
-        ) from error
+        ) from None  # pydantic's account of it says no more, and in a script its traceback would stand above this one
 
 
 def _of_command_line(environment: Mapping[str, str]) -> dict[str, Any]:

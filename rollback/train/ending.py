@@ -223,8 +223,9 @@ class TrainingEnd:
             end_there = f". To end there, let the guard end the loop: {self.way_out}"
             if self.max_steps is not None and left.step + unjudged >= self.max_steps:
                 end_there = f". Take the `break` out of the loop: the guard itself ends it at {self.by_max_steps}"
+        kept = "No checkpoint has been taken"
+        if left.checkpoint is not None:
+            kept = f"What came behind the newest checkpoint ({left.checkpoint}) is in none"
         self._record.note(
-            left,
-            f"the script has left its loop over the guard, at step {left.step}{what}. What came behind the newest "
-            f"checkpoint ({left.checkpoint}) is in none{end_there}",
+            left, f"the script has left its loop over the guard, at step {left.step}{what}. {kept}{end_there}"
         )

@@ -159,6 +159,14 @@ def test_the_last_step_of_a_script_that_breaks_off_is_judged_where_that_needs_no
     assert hint in said
 
 
+def test_a_script_that_breaks_off_without_any_checkpoint_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy = EPOCHS.but(epochs=1, leave_after=17).with_settings(observe_only=True, snapshot_every=0)
+    train(toy, tmp_path / "run")
+    assert "at step 17. No checkpoint has been taken. To end there" in capsys.readouterr().err
+
+
 def test_an_exception_in_mid_run_is_no_end(tmp_path: Path) -> None:
     def raise_at_40(_: object, position: int) -> None:
         if position == 40:
