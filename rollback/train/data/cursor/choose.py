@@ -49,7 +49,7 @@ def cursor_for(loader: Any) -> Cursor:
         return ReiteratedCursor(loader)
     if callable(loader):
         return DrawnCursor(loader, name=getattr(loader, "__name__", type(loader).__name__))
-    raise UsageError(f"cannot read batches from a {type(loader).__name__}", hint=_ACCEPTED)
+    raise UsageError(f"cannot read batches from loader=, which is of the type {type(loader).__name__}", hint=_ACCEPTED)
 
 
 def _is_plain_map_style(loader: Any) -> bool:
