@@ -7,6 +7,8 @@ from rollback.facts.fact import Count, Fact
 GivingUp = Literal["structural", "no_checkpoint"]
 """Why an incident stops the run: more skipping would not cure it, or would cost too much; or no good checkpoint from
 before its onset is left."""
+EndedAs = Literal["complete", "left"] | GivingUp
+"""How training ended, but for ranks that were told to stop; `left`: see `ScriptLeft`."""
 
 
 class Stopped(Fact):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, FiniteFloat
 
+from rollback.facts.ending import EndedAs
 from rollback.rundir.host_records import read_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
@@ -41,7 +42,9 @@ class Heartbeat(BaseModel, frozen=True):
     collectives: int | None = None
     """Number of collectives that its default process group has begun."""
     unrecorded: str = Field("", max_length=UNRECORDED)
-    """Rank 0: training is complete, and why the journal has not taken that. Empty otherwise."""
+    """Rank 0: training has ended, and why the journal has not taken that. Empty otherwise."""
+    ended_as: EndedAs = "complete"
+    """What the journal has not taken, where `unrecorded` says why."""
 
 
 def write_heartbeat(path: Path, heartbeat: Heartbeat) -> None:

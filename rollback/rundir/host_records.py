@@ -193,6 +193,8 @@ def write_in_place(path: Path, body: bytes) -> None:
         if os.fstat(fd).st_size < (room := max(_ROOM, len(content))):
             os.posix_fallocate(fd, 0, room)
         write_all(fd, content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a descriptor's error names no file
     finally:
         os.close(fd)
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from rollback.errors import ExitCode
-from rollback.facts.ending import GivingUp
+from rollback.facts.ending import EndedAs, GivingUp
 from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
 from rollback.train.incidents.decisions import Halt
 from rollback.train.incidents.judge import Judge
@@ -68,7 +68,8 @@ class TrainingEnd:
         self._given_up = False
         self._stage = EndStage.UNTRAINED
         self.unrecorded = ""
-        """Training is complete, and this is why the journal has not taken that; empty otherwise."""
+        """Training has ended, and this is why the journal has not taken that; empty otherwise."""
+        self.ended_as: EndedAs = "complete"
         self._number = next(_NUMBERS)
         if (handled := sys.exc_info()[1]) is not None:
             # The script's loop may stand in an `except`, and a process be forked in one. That exception is marked and
@@ -141,6 +142,7 @@ class TrainingEnd:
         self._record.note(stopped, f"stopped at step {stopped.step}: {account}")
         self._stage = EndStage.STOPPED
         if halt.giving_up is not None:
+            self.unrecorded, self.ended_as = self._record.unwritten, halt.giving_up
             return _GIVING_UP[halt.giving_up]
         if stopped.checkpoint is not None:
             return ExitCode.RESUMABLE
@@ -229,3 +231,4 @@ class TrainingEnd:
         self._record.note(
             left, f"the script has left its loop over the guard, at step {left.step}{what}. {kept}{end_there}"
         )
+        self.unrecorded, self.ended_as = self._record.unwritten, "left"

@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_for_longer_than_the_hang_limit_ends_no_job(
         assert len(facts(run, Attached)) == 1, "it was ended"
         dropped = [fact.step for fact in facts(run, Dropped)]
         assert dropped == [20, 30, 40, 50], "it was not full for long enough"
-        assert output.count("writing the metrics fails") == 1, "it is said once"
+        assert output.count(f"writing the metrics {RunPaths(run.resolve()).metrics} fails") == 1, "it is said once"
         require_same(scenarios.portrait("job", 0), undisturbed, "full disk")
 
 

@@ -113,18 +113,27 @@ def gather(
 ) -> AttemptEvidence:
     """All evidence about how an attempt ended. Call it when all its processes are gone."""
     records = journal.records(attempt)
-    finished, lost, unrecorded = _last(records, Finished), _last(records, FinalStateLost), left.unrecorded
-    if unrecorded is not None and unrecorded.step in {end.step for end in (finished, lost) if end is not None}:
+    finished, lost, stopped = _last(records, Finished), _last(records, FinalStateLost), _last(records, Stopped)
+    unrecorded, complete = left.unrecorded, None
+    if unrecorded is not None and unrecorded.step in {end.step for end in (finished, lost, stopped) if end is not None}:
         unrecorded = None  # the disk had room again before the rank ended
     told = furthest_of(records)
     if unrecorded is not None:
-        told = max(told or 0, unrecorded.step)
+        told, lacking = max(told or 0, unrecorded.step), f"{paths.train_journal}: {unrecorded.why}"
+        match unrecorded.ended_as:
+            case "complete":
+                complete = lacking
+            case "structural" | "no_checkpoint" as reason:
+                account = f"the output of rank 0 says why, and the run directory could not take that ({lacking})"
+                stopped = Stopped(
+                    reason=reason, step=unrecorded.step, batch=unrecorded.batch, checkpoint=None, account=account
+                )
     furthest = furthest_step(paths, told, attempt)
     return AttemptEvidence(
         left=left,
         told_to_stop=told_to_stop,
-        attached=any(isinstance(record.fact, Attached) for record in records),
-        stopped=_last(records, Stopped),
+        attached=unrecorded is not None or any(isinstance(record.fact, Attached) for record in records),
+        stopped=stopped,
         finished=finished,
         final_state_lost=lost,
         save_failed=_last(records, LastSaveFailed),
@@ -132,7 +141,7 @@ def gather(
         step=_step_since_rollback(paths, records, attempt, left.kept, furthest),
         furthest=furthest,
         hung=hung,
-        unrecorded=f"{paths.train_journal}: {unrecorded.why}" if unrecorded is not None else None,
+        unrecorded=complete,
     )
 
 
@@ -195,4 +204,5 @@ def rank_ends(paths: RunPaths, attempt: int, left: HostOutcome) -> list[RankEnd]
 def unrecorded_by(beats: Mapping[int, Heartbeat]) -> Unrecorded | None:
     """What a rank has shown of a journal that could not take the end of the training. beats: those on a host's board,
     which no disk holds back."""
-    return next((Unrecorded(step=b.step, why=b.unrecorded) for b in beats.values() if b.unrecorded), None)
+    shown = (beat for beat in beats.values() if beat.unrecorded)
+    return next((Unrecorded(step=b.step, why=b.unrecorded, ended_as=b.ended_as, batch=b.batch) for b in shown), None)

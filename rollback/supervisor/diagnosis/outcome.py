@@ -36,7 +36,7 @@ from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.errors import EARLY, ExitCode, RefusalKind, RollbackError, ScriptRefused
-from rollback.facts.ending import SCRIPT_LEFT, GivingUp
+from rollback.facts.ending import SCRIPT_LEFT, EndedAs, GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
 
 AttemptEnding = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
@@ -102,10 +102,12 @@ class Failures(BaseModel, frozen=True):
 
 
 class Unrecorded(BaseModel, frozen=True):
-    """Training is complete, and the ranks' journal could not take that, as rank 0 showed on its host's board."""
+    """Training has ended, and the ranks' journal could not take that, as rank 0 showed on its host's board."""
 
     step: int
     why: str
+    ended_as: EndedAs = "complete"
+    batch: int = 0
 
 
 class HostOutcome(BaseModel, frozen=True):

@@ -44,7 +44,7 @@ class ScriptRates:
         if rate is None:
             return
         if self._last is None or step <= self._last:
-            self._compared = _COMPARED if step else 0
+            self._compared = 0 if self._last is None and not step else _COMPARED  # a run that begins
         if self._compared and not self._by_metric:
             self._compared -= 1
             told = self._told(step, epoch, rate, before, first)

@@ -24,7 +24,7 @@ from rollback.wording import Calls, filled, first_few
 _FLUSH_SECONDS = 1.0
 _BLOCKS = 2  # of columns in one flush: some milliseconds each
 _NAMED = 12
-_JOURNALLING = "writing the journal"
+_JOURNALLING, _METRICS = "writing the journal", "writing the metrics"
 _RECENT = 1024
 _T = TypeVar("_T")
 
@@ -69,6 +69,7 @@ class Recorder:
         journal: FoldedJournal | None = None,
     ) -> None:
         self._attempt = attempt
+        self._places = {_JOURNALLING: paths.train_journal, _METRICS: paths.metrics}
         self._journal: Journal | None = None
         self.history = History()
         """Rank 0: the ranks' facts of all attempts. Other ranks: nothing."""
@@ -91,7 +92,7 @@ class Recorder:
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         """The newest rows of the metrics, on every rank: rank 0 may be gone before it has written its last ones."""
         if is_rank_0:
-            self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
+            self._metrics = self._try(_METRICS, lambda: LineWriter(paths.metrics))
             self._columns = ColumnWriter(paths.metrics)
             weakref.finalize(self, self._columns.close).atexit = False
 
@@ -158,15 +159,15 @@ class Recorder:
             return
         for line in lines:
             if _place(line) > there:
-                self._try("writing the metrics", partial(metrics.write, line), proves=False)
+                self._try(_METRICS, partial(metrics.write, line), proves=False)
 
     def flush(self) -> None:
         if self._metrics is not None:
             self._flushed = time.monotonic()
             rows, self._unwritten = self._unwritten, []
             for row in rows:
-                self._try("writing the metrics", partial(self._metrics.write, metric_line(**row)), proves=False)
-            self._try("writing the metrics", self._metrics.flush)
+                self._try(_METRICS, partial(self._metrics.write, metric_line(**row)), proves=False)
+            self._try(_METRICS, self._metrics.flush)
             self._columns.catch_up(_BLOCKS)
 
     def close(self) -> None:
@@ -185,7 +186,10 @@ class Recorder:
         except OSError as error:
             if doing not in self._failing:
                 self._failing[doing] = error.strerror or str(error)
-                say(f"{doing} fails ({error}); training goes on, and what the journal could not take stays in memory")
+                say(
+                    f"{doing} {self._places[doing]} fails ({error.strerror or error}); training goes on, and what the "
+                    "journal could not take stays in memory"
+                )
             return None
         if proves and doing in self._failing:
             del self._failing[doing]

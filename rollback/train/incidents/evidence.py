@@ -171,7 +171,8 @@ class IncidentEvidence:
             if not self._failed:
                 # Most errors of a device itself are raised again by whatever it is asked next.
                 then = " if the device still answers" if isinstance(error, torch.AcceleratorError) else ""
-                say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on{then}")
+                path = self._paths.evidence(incident.incident, self._rank)
+                say(f"writing the evidence {path} failed ({error}); training goes on{then}")
             self._failed = True
 
     def _make_room(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollback.environment import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
+from rollback.facts.ending import EndedAs
 from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.heartbeats import LEAVING, UNRECORDED, Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
@@ -49,6 +50,7 @@ class HeartbeatWriter:
         self._moved = time.monotonic()
         self._failing = self._ended = self._leaving = False
         self._unrecorded = ""
+        self._ended_as: EndedAs = "complete"
         self._cell = _cell_on_board(ranks.rank)
         self._file_every = seconds_between_files(ranks.world_size) if self._cell else _EVERY_SECONDS
         self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
@@ -76,12 +78,12 @@ class HeartbeatWriter:
         """Set what this rank is doing, at the same position."""
         self.show(doing, self.activity.now.step, self.activity.now.batch)
 
-    def end(self, *, in_hand: bool, unrecorded: str = "") -> None:
+    def end(self, *, in_hand: bool, unrecorded: str = "", ended_as: EndedAs = "complete") -> None:
         """The guard is closed. in_hand: because of an exception, perhaps, so that a failure record can still name the
-        batch in hand. unrecorded: see `Heartbeat`."""
+        batch in hand. unrecorded, ended_as: see `Heartbeat`."""
         now = self.activity.now
         self.activity.now = now._replace(in_hand=now.in_hand and in_hand)
-        self._unrecorded = unrecorded[:UNRECORDED]
+        self._unrecorded, self._ended_as = unrecorded[:UNRECORDED], ended_as
         self._ended, self._moved = True, time.monotonic()
         self._write()
 
@@ -119,7 +121,7 @@ class HeartbeatWriter:
         return Heartbeat.model_construct(
             pid=self._pid, host=self._host, attempt=self._attempt, step=now.step, batch=now.batch,
             doing=doing, monotonic=self._moved, start=self._start, looked=time.monotonic(), collectives=begun,
-            unrecorded=self._unrecorded,
+            unrecorded=self._unrecorded, ended_as=self._ended_as,
         )  # fmt: skip
 
     def _write_on_board(self) -> None:

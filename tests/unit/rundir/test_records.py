@@ -1,5 +1,6 @@
 """Metrics, skip records and heartbeats: read what was written, cut what was torn, pass over what is damaged."""
 
+import errno
 import json
 import math
 import os
@@ -152,3 +153,14 @@ def test_what_a_lost_host_said_last_is_not_taken_for_the_rank_that_came_in_its_p
         beat = Heartbeat(pid=1, host=node, attempt=attempt, step=attempt, batch=0, doing="", monotonic=0.0)
         write_in_place(paths.node(node), HostBeats(beats={1: beat}).model_dump_json().encode())
     assert read_all_heartbeats(paths)[1].host == "node-1"
+
+
+def test_a_record_that_a_full_disk_does_not_take_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/node-1.json'"):
+        write_in_place(tmp_path / "node-1.json", b"{}")

@@ -42,6 +42,7 @@ FORTH = [(0, 0, 0.1), (1, 0, 0.2), (2, 0, 0.3), (3, 0, 0.4)]
 def test_a_rate_that_goes_on_where_the_run_goes_back_is_told() -> None:
     assert "step 1 has the learning rate 0.5, and had 0.2 before the run went back" in told([*FORTH, (1, 0, 0.5)])
     assert "step 2 has the learning rate 0.6, and had 0.3" in told([*FORTH, (1, 0, 0.2), (2, 0, 0.6)])
+    assert "step 0 has the learning rate 0.5, and had 0.1 before" in told([*FORTH, (0, 0, 0.5)]), "back to the start"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_steps_that_an_attempt_could_not_write_are_added_if_it_is_known_which(
 
 
 def test_what_the_journal_could_not_take_is_known_with_the_reason_until_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -48,5 +48,7 @@ def test_what_the_journal_could_not_take_is_known_with_the_reason_until_it_is_wr
         record.note(Advice(code="a", text="a"))
         record.note(Advice(code="b", text="b"))
         assert record.unwritten == "No space left on device"
+        journalling = f"writing the journal {RunPaths(tmp_path).train_journal}"
+        assert capsys.readouterr().err.count(f"{journalling} fails (No space left on device)") == 1
     record.note(Advice(code="c", text="c"))
     assert record.unwritten == ""

@@ -363,7 +363,9 @@ def test_a_disk_that_refuses_stops_nothing_and_is_told_of_once(
     bench.step(0)
     bench.evidence.write(incident(0, 0, 0))
     bench.evidence.write(incident(1, 0, 0))
-    assert capsys.readouterr().err.count("training goes on") == 1
+    told = capsys.readouterr().err
+    assert told.count("training goes on") == 1
+    assert f"writing the evidence {bench.paths.evidence(0, 0)} failed" in told
 
 
 @pytest.mark.parametrize(
