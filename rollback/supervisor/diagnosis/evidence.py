@@ -138,7 +138,7 @@ def gather(
         final_state_lost=lost,
         save_failed=_last(records, LastSaveFailed),
         checkpoint_step=newest_there(paths, journal.history),
-        step=_step_since_rollback(paths, records, attempt, left.kept, furthest),
+        step=unrecorded.step if unrecorded else _step_since_rollback(paths, records, attempt, left.kept, furthest),
         furthest=furthest,
         hung=hung,
         unrecorded=complete,

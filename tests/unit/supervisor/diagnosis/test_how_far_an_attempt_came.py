@@ -11,16 +11,20 @@ from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather
-from rollback.supervisor.diagnosis.outcome import HostOutcome
+from rollback.supervisor.diagnosis.outcome import HostOutcome, Unrecorded
 
 KEPT = LastSnapshotResult(
     attempt=1, reason="rank 1 is gone", checkpoint=None, step=None, rank=0, seconds=0.1, why_not="no", furthest=12
 )
 
 
-@pytest.mark.parametrize(("kept", "step"), [(KEPT, 12), (None, 8)])
+ENDED = Unrecorded(step=14, why="No space left on device", batch=14)
+"""What the journal did not take: training went on to its end behind the rollback."""
+
+
+@pytest.mark.parametrize(("kept", "unrecorded", "step"), [(KEPT, None, 12), (None, None, 8), (None, ENDED, 14)])
 def test_steps_that_a_rollback_has_undone_are_not_where_an_attempt_stood(
-    tmp_path: Path, kept: LastSnapshotResult | None, step: int
+    tmp_path: Path, kept: LastSnapshotResult | None, unrecorded: Unrecorded | None, step: int
 ) -> None:
     paths = RunPaths(tmp_path)
     journal = Journal(paths.train_journal, 1)
@@ -35,6 +39,6 @@ def test_steps_that_a_rollback_has_undone_are_not_where_an_attempt_stood(
     journal.close()
     beat = Heartbeat(pid=1, host="h", attempt=1, step=18, batch=17, doing="rewinding", monotonic=1.0)
     write_heartbeat(paths.ranks / "rank-00001.json", beat)
-    left = HostOutcome(status=1, kept=kept)
+    left = HostOutcome(status=1, kept=kept, unrecorded=unrecorded)
     evidence = gather(paths, TrainJournal(paths.train_journal), 1, left=left, told_to_stop=False)
     assert (evidence.step, evidence.furthest) == (step, 18)
