@@ -145,10 +145,10 @@ def assemble(
     )  # fmt: skip
     if_refused.callback(last_snapshot.leave)
     failures.before_the_end = weak_hook(last_snapshot.raised)
-    rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
+    rehearsing = needs_rehearsal(state.broadcasts.wrappers, run.ranks.world_size, state.counters.step)
     rewinder = Rewinder(run, state, judge, checkpoints, rehearsing=rehearsing)
     pass_rehearsal = PassRehearsal(state, step, rewinder, schedule)
-    prober = Prober(run, model, state, pulse, kept, judge, rewinder, step)
+    prober = Prober(run, state, pulse, kept, judge, rewinder, step)
     # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
     # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
     rewinder.before = last_snapshot.note_change

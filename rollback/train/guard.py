@@ -89,6 +89,7 @@ class Guard:
         **others: Any,
     ) -> None:
         try:
+            model, others = arguments.as_called(model), {name: arguments.as_called(it) for name, it in others.items()}
             with ExitStack() as if_refused:
                 ranks = attaching.meet()
 

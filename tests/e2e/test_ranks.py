@@ -185,7 +185,7 @@ def test_so_it_is_where_each_rank_shuffles_by_itself(tmp_path: Path) -> None:
 def test_three_ranks(tmp_path: Path) -> None:
     scenarios = Scenarios(tmp_path)
     buckets = Toy(156, epochs=2, sampler="distributed", augment=True, width=64, bucket_cap_mb=1e-4)
-    replicas = {"plain": buckets, "compiled": buckets.but(compiled_replicas=True)}
+    replicas = {how: buckets.but(replicas=how) for how in ("guarded", "compiled", "part", "unguarded")}
     for name, toy in replicas.items():
         scenarios.add(f"{name}, undisturbed", toy, run=None)
         scenarios.add(f"{name}, told to stop", toy, signal=[1, 9, signal.SIGTERM])

@@ -158,8 +158,9 @@ class Feedback(Keeps):
     """A hook's state of the user's own: what compression has left out, for the next step."""
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["DDP in the model", "the module inside of DDP"])
 @pytest.mark.parametrize("kind", [PowerSGDState, PostLocalSGDState, Feedback])
-def test_a_communication_hook_that_remembers_is_refused(tmp_path: Path, kind: type[Any]) -> None:
+def test_a_communication_hook_that_remembers_is_refused(tmp_path: Path, kind: type[Any], inside: bool) -> None:
     states = {
         PowerSGDState: lambda: PowerSGDState(None),
         PostLocalSGDState: lambda: PostLocalSGDState(None, None, start_localSGD_iter=10),
@@ -168,7 +169,8 @@ def test_a_communication_hook_that_remembers_is_refused(tmp_path: Path, kind: ty
     with one_rank():
         model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
         model.register_comm_hook(states[kind](), allreduce_hook)
-        error = refused(UsageError, tmp_path / "run", kind.__name__, model=nn.Sequential(model))
+        given = model.module if inside else nn.Sequential(model)
+        error = refused(UsageError, tmp_path / "run", kind.__name__, model=given)
     assert "allreduce_hook" in str(error)
     assert error.exit_code == 2
 

@@ -109,8 +109,9 @@ class Toy:
     """The norm to which gradients are clipped, without a scaler."""
     compiled: str | None = None
     """The mode of torch.compile."""
-    compiled_replicas: bool = False
-    """torch.compile around DistributedDataParallel, without a compiler."""
+    replicas: str = "guarded"
+    """Where DistributedDataParallel is: `compiled`: inside of torch.compile, without a compiler; `part`: inside of a
+    module; `unguarded`: the guard gets the module that is inside of it."""
     recomputed: bool = False
     """Activations are not kept but computed again in the backward."""
     pinned: bool = False
@@ -191,7 +192,7 @@ def train(toy: Toy, run: Path | None = None, *, hook: Hook | None = None, log: P
     if run is not None:
         settings = {**SETTINGS, **toy.settings}
         guard = rollback.Guard(
-            model=parts.model, optimizer=parts.optimizer, loader=parts.loader, scheduler=parts.scheduler,
+            model=parts.guarded, optimizer=parts.optimizer, loader=parts.loader, scheduler=parts.scheduler,
             scaler=parts.scaler, average=parts.average, max_steps=toy.max_steps, run=run, **settings,
         )  # fmt: skip
     seed(100 + (0 if toy.sharding == "tensor parallel" else rank))
@@ -316,9 +317,12 @@ class _Parts:
             shard(self.model, toy.sharding, toy.device)
         elif dist.is_initialized():
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=toy.bucket_cap_mb)
-        if toy.compiled_replicas:
+        if toy.replicas == "part":
+            self.model = nn.Sequential(self.model)
+        if toy.replicas == "compiled":
             torch._dynamo.config.optimize_ddp = False  # it cuts graphs at buckets, and only at large ones
             self.model = torch.compile(self.model, backend="eager")  # type: ignore[assignment]
+        self.guarded: Any = self.model.module if toy.replicas == "unguarded" else self.model
         trained = [p for p in self.model.parameters() if p.requires_grad]
         how: dict[str, Any] = {toy.adamw: True} if toy.adamw is not None else {}
         self.optimizer = torch.optim.AdamW(trained, lr=1e-2, **how)

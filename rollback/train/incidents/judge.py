@@ -144,11 +144,13 @@ class Judge:
 
         sent: what all ranks have put into the beat of that step. The beat itself may not arrive any more.
 
-        Raises NotProved: it is not known, or there is a trouble that the last snapshot would carry on.
+        Raises NotProved: it is not known, there is a trouble that the last snapshot would carry on, or it would be all
+        that the run can go back to.
         """
         turn = self._turn
         try:
             spans, (sentinel, scale) = list(self._spans), copy.deepcopy((self._sentinel, self._scale))
+            has_beginning = bool(self._checkpoints.catalogue.as_held())
         except RuntimeError:  # changed while it was gone through: the turn tells
             turn = -1
         if turn % 2 or turn != self._turn:
@@ -172,6 +174,9 @@ class Judge:
             raise NotProved("the last step was being judged")
         if (verdict.kind if verdict is not None else self._verdict) in _ACTED_ON:
             raise NotProved("the last step was not healthy")
+        # What is kept behind an update is not good yet. As the only checkpoint it would leave an incident none.
+        if spans and not has_beginning:
+            raise NotProved("the checkpoint of the run's beginning was not there yet, so the run begins anew")
         return JudgedAhead(sentinel.state_dict(), metric)
 
     @property

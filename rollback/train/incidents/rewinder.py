@@ -2,9 +2,9 @@
 And whether a process that goes on has to rehearse its first step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import RollbackError
@@ -20,7 +20,6 @@ from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.module_buffers import NOT_IN_CHECKPOINT
 from rollback.train.state.state import TrainingState
 from rollback.train.state.state_copy import GradientCopy, StateCopy
-from rollback.train.updates.wrappers import ddp_inside
 
 
 class Rewinder:
@@ -168,11 +167,9 @@ class Rewinder:
             subscriber(event)
 
 
-def needs_rehearsal(model: nn.Module, world_size: int, resumed_at: int) -> bool:
-    """Whether the first step of a resumed process is one that does not count, so that DDP has cut its gradient buckets
-    as in the undisturbed run (docs/design.md, "Rehearsal"); the same on all ranks. With two ranks a sum has only one
-    order, and at step 0 the undisturbed run has the first cut too."""
-    ddp = ddp_inside(model)
-    if resumed_at == 0 or world_size <= 2 or ddp is None:
-        return False
-    return bool(ddp.static_graph or not ddp.find_unused_parameters)
+def needs_rehearsal(replicas: Iterable[DistributedDataParallel], world_size: int, resumed_at: int) -> bool:
+    """Whether the first step of a resumed process is one that does not count, so that each DDP has cut its gradient
+    buckets as in the undisturbed run (docs/design.md, "Rehearsal"); the same on all ranks. With two ranks a sum has
+    only one order, and at step 0 the undisturbed run has the first cut too."""
+    cut_again = any(ddp.static_graph or not ddp.find_unused_parameters for ddp in replicas)
+    return cut_again and world_size > 2 and resumed_at > 0

@@ -13,8 +13,6 @@ A probe that could not be exact is left out, with the reason on record.
 import math
 from typing import Any
 
-from torch import nn
-
 from rollback.facts.probes import NotProbed, Probed
 from rollback.sentinel.probe import OpenQuestion, ProbeAnswer, ProbeFinding, damaged
 from rollback.train.comm.beat import Signs
@@ -29,7 +27,6 @@ from rollback.train.state.module_buffers import versions_of_unstored
 from rollback.train.state.state import TrainingState
 from rollback.train.state.state_copy import GradientCopy, StateCopy
 from rollback.train.step import StepInProgress
-from rollback.train.updates.wrappers import ddp_inside
 
 NO_BATCH = object()
 
@@ -44,15 +41,11 @@ class _UnderWay:
 
 
 class Prober:
-    """Asks the model. Methods are collective, unless they say otherwise.
-
-    model: as the script calls it.
-    """
+    """Asks the model. Methods are collective, unless they say otherwise."""
 
     def __init__(
         self,
         run: AttachedRun,
-        model: nn.Module,
         state: TrainingState,
         pulse: Pulse,
         kept: ProbeUpdates,
@@ -60,7 +53,7 @@ class Prober:
         rewinder: Rewinder,
         step: StepInProgress,
     ) -> None:
-        self._ranks, self._record, self._model, self._state = run.ranks, run.record, model, state
+        self._ranks, self._record, self._state = run.ranks, run.record, state
         self._pulse, self.kept, self._judge, self._rewinder, self._step = pulse, kept, judge, rewinder, step
         self.probe: _UnderWay | None = None
         """The probe that is under way."""
@@ -188,10 +181,9 @@ class Prober:
             return None, f"the state cannot be held: {error}"
 
     def _why_inexact(self, batches: int) -> str | None:
-        if any(map(is_sharded, self._model.parameters())):
+        if any(map(is_sharded, self._state.model.parameters())):
             return "the model is sharded"
-        ddp = ddp_inside(self._model)
-        if ddp is not None and getattr(ddp, "_comm_hooks", None):
+        if any(getattr(ddp, "_comm_hooks", None) for ddp in self._state.broadcasts.wrappers):
             return "DistributedDataParallel has a communication hook, which may have a state of its own"
         if self._judge.screens(self._state.cursor.batch):
             return "updates are being screened"

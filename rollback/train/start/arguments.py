@@ -15,12 +15,28 @@ from rollback.errors import UsageError, WrongSetting
 from rollback.rundir import seal
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
+from rollback.train.introspection import own_variables
 from rollback.train.state.stateful import Stateful
+from rollback.train.updates.wrappers import ddp_inside, outermost
 
 _OF_A_HOST = {"fast_tier", "evidence_limit", "init"}
 """Settings that a host may have for itself: room on it, and a path there. Its ranks alone act by the former; by `init`
 all ranks do, or none."""
 _SHOWN = 60  # characters of a value
+
+
+def as_called(given: Any) -> Any:
+    """A module that the guard got, as the script calls it: in the DDP that the script has around it, in a variable. Any
+    other value as it is.
+
+    A script that saves `model.module.state_dict()` may hand that module over here. What DDP knows belongs to the
+    training too: the hook by which it averages, its buckets, whether it broadcasts buffers next.
+    """
+    if not isinstance(given, nn.Module) or not torch.distributed.is_initialized() or ddp_inside(given) is not None:
+        return given
+    modules = (thing for _, thing in own_variables() if isinstance(thing, nn.Module) and "_modules" in vars(thing))
+    around = outermost(given, modules)
+    return given if ddp_inside(around) is None else around
 
 
 def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, Stateful]]:

@@ -1,10 +1,13 @@
 """Whether DDP gives all ranks rank 0's buffers in the next forward, as a checkpoint keeps it."""
 
 from collections.abc import Mapping
+from itertools import chain
 from operator import attrgetter
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from rollback.train.updates.wrappers import replicas_in
 
 _is_due = attrgetter("require_forward_param_sync")
 
@@ -20,10 +23,15 @@ class DdpBroadcasts:
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         found = {
-            owner: [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+            owner: replicas_in(module)
             for owner, module in objects.items() if isinstance(module, nn.Module)
         }  # fmt: skip
         self._wrappers = {owner: wrappers for owner, wrappers in found.items() if wrappers}
+
+    @property
+    def wrappers(self) -> list[DistributedDataParallel]:
+        """All of them."""
+        return [*chain.from_iterable(self._wrappers.values())]
 
     @property
     def of_model(self) -> bool:

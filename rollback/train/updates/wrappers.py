@@ -21,6 +21,11 @@ def ddp_inside(model: nn.Module) -> DistributedDataParallel | None:
     return next((each for each in _from_outside(model) if isinstance(each, DistributedDataParallel)), None)
 
 
+def replicas_in(module: nn.Module) -> list[DistributedDataParallel]:
+    """All DDP modules: around it, and around parts of it."""
+    return [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+
+
 def outermost(model: nn.Module, modules: Iterable[nn.Module]) -> nn.Module:
     """All that lies around a model, of `modules`; the model itself where nothing does."""
     chains = [list(_from_outside(module)) for module in modules]

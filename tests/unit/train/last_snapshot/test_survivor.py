@@ -661,6 +661,22 @@ def test_a_state_whose_last_step_shows_that_the_scale_collapses_is_not_kept(
     assert account.why_not == "the last step was not healthy"
 
 
+def test_before_the_checkpoint_of_the_beginning_is_there_nothing_is_kept(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be the run's first checkpoint, and good for nothing until its probation is over: an incident until then
+    would stop the run, which would have begun anew without it."""
+
+    def act(guard: rollback.Guard) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(guard._loop.checkpoints.catalogue, "as_held", list)
+            keep(guard)
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.checkpoint is None
+    assert account.why_not == "the checkpoint of the run's beginning was not there yet, so the run begins anew"
+
+
 def test_a_state_with_values_that_are_not_finite_is_not_kept(tmp_path: Path, memory: Path) -> None:
     """Though no loss has shown it yet."""
 
