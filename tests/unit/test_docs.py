@@ -193,3 +193,14 @@ def test_code_of_ours_that_a_docstring_names_is_there() -> None:
             inside = (place / last).is_dir() or (place / f"{last}.py").is_file()
             there = inside or (module.is_file() and re.search(rf"\b{last}\b", module.read_text()))
             assert there, f"{path}: there is no {name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_line_of_text_is_wider_than_the_code_s(document: Path) -> None:
+    """Tables and code have lines of their own length."""
+    in_code, wide = False, []
+    for number, line in enumerate(document.read_text().splitlines(), 1):
+        in_code ^= line.lstrip().startswith("```")
+        if not in_code and len(line) > 120 and not line.startswith(("|", "    ", "<!--")):
+            wide.append(number)
+    assert wide == []
