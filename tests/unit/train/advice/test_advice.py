@@ -22,12 +22,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
+from toy import facts as facts_of
 from warm_server import run_warm
 
 import rollback
 from rollback.facts.training import Advice, Incident
-from rollback.rundir.journal.journal import read_journal
-from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Blip, Kind, Sentinel, Verdict
 from rollback.source.instrumentation import BY_BATCH
 from rollback.train.advice import advisor as advising
@@ -91,7 +90,7 @@ class Script:
             if number % self.accumulate == self.accumulate - 1:
                 self.update(model, optimizer)
         guard.close()
-        facts = [record.fact for record in read_journal(RunPaths(self.folder).train_journal).records]
+        facts = facts_of(self.folder)
         assert not any(isinstance(fact, Incident) for fact in facts)
         return [fact.code for fact in facts if isinstance(fact, Advice)]
 
@@ -147,7 +146,7 @@ def guarded(folder: Path, batches: int, *, observing: int | None, stepping: bool
         if observing and number % observing == 0:
             guard.observe(loss)
     guard.close()
-    facts = [record.fact for record in read_journal(RunPaths(folder).train_journal).records]
+    facts = facts_of(folder)
     return [fact.code for fact in facts if isinstance(fact, Advice)]
 
 
@@ -186,7 +185,7 @@ def evaluated(folder: Path, *, over_guard: bool, accumulate: int = 1) -> list[st
         with torch.no_grad():
             assert all(model(x) is not None for x in (guard if over_guard else loader))
     guard.close()
-    facts = [record.fact for record in read_journal(RunPaths(folder).train_journal).records]
+    facts = facts_of(folder)
     return [fact.code for fact in facts if isinstance(fact, Advice)]
 
 
@@ -241,7 +240,7 @@ def handed(folder: Path, *names: str, shares: bool = True, moments: int = 0) -> 
         scheduler.step()
         guard.observe(loss)
     guard.close()
-    facts = [record.fact for record in read_journal(RunPaths(folder).train_journal).records]
+    facts = facts_of(folder)
     return [fact.code for fact in facts if isinstance(fact, Advice)]
 
 
@@ -366,7 +365,7 @@ def test_an_optimizer_that_keeps_its_state_in_attributes_is_told_which(
     """What it measures, works with and refers to is none of it."""
     monkeypatch.setattr(kind, "keeps", keeps, raising=False)
     assert Script(tmp_path, plain, stepping(), optimizer=kind).codes() == ["optimizer-attributes"] * bool(named)
-    facts = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    facts = facts_of(tmp_path)
     told = [fact.text for fact in facts if isinstance(fact, Advice)]
     assert all(f"changes {named} of the optimizer {kind.__name__}," in text for text in told)
 
@@ -457,7 +456,7 @@ def test_a_generator_deep_in_a_pipeline_is_named_only_where_the_pipeline_has_no_
         guard.observe(loss)
         source.generator.random() if not has_state else None
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    said = facts_of(tmp_path)
     assert [fact.code for fact in said if isinstance(fact, Advice)] == ["generator-not-kept"] * (not has_state)
 
 
@@ -481,8 +480,7 @@ def test_an_average_by_hand_that_was_not_handed_over_is_named(tmp_path: Path, fo
             for name, item in model.named_parameters():
                 average[name].lerp_(item.detach(), 0.1)
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
-    codes = [fact.code for fact in said if isinstance(fact, Advice)]
+    codes = [fact.code for fact in facts_of(tmp_path, Advice)]
     assert codes == ["copies-not-kept"] * (follows and not handed_over)
 
 
@@ -499,7 +497,7 @@ def test_an_average_that_is_in_no_variable_is_named_where_a_trainer_tells_of_it(
         for mean, item in zip(held.average, model.parameters(), strict=True):
             mean.lerp_(item.detach(), 0.1)
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    said = facts_of(tmp_path)
     told = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "copies-not-kept"]
     assert len(told) == 1
     assert "writes to Average.held, " in told[0]
@@ -545,7 +543,7 @@ def test_a_list_of_what_the_model_has_itself_is_no_copy_of_it(tmp_path: Path, he
         guard.observe(loss)
     guard.close()
     assert len(own) == 2
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    said = facts_of(tmp_path)
     assert [fact.code for fact in said if isinstance(fact, Advice)] == []
 
 
@@ -611,8 +609,7 @@ def test_a_module_beside_the_model_that_the_training_writes_to_is_named(
         elif follows and kind in ("copy", "loss"):
             beside.follow(model)
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
-    codes = [fact.code for fact in said if isinstance(fact, Advice)]
+    codes = [fact.code for fact in facts_of(tmp_path, Advice)]
     assert codes == ["copies-not-kept"] * (follows and not handed_over and kind in ("average", "copy", "loss"))
 
 
@@ -662,8 +659,7 @@ def test_a_number_of_a_module_that_goes_on_in_each_update_is_named(
         optimizer.zero_grad()
         guard.observe(loss)
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
-    told = [fact for fact in said if isinstance(fact, Advice)]
+    told = facts_of(tmp_path, Advice)
     assert [fact.code for fact in told] == ["numbers-not-kept"] * bool(named)
     assert all(f"changes {named}, numbers" in fact.text for fact in told)
 
@@ -714,8 +710,7 @@ def test_a_number_of_an_object_that_goes_on_in_each_update_and_is_not_in_its_sta
         average.update(model)
         guard.observe(loss)
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
-    told = [fact for fact in said if isinstance(fact, Advice)]
+    told = facts_of(tmp_path, Advice)
     assert [fact.code for fact in told] == ["numbers-of-objects-not-kept"] * bool(named)
     assert all(f"changes {named}, numbers" in fact.text for fact in told)
 
@@ -750,7 +745,7 @@ def test_a_number_of_a_module_that_is_put_back_is_not_named(tmp_path: Path) -> N
         optimizer.zero_grad()
         guard.observe(loss)
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    said = facts_of(tmp_path)
     (told,) = [fact.text for fact in said if isinstance(fact, Advice)]
     assert "changes model.1.seen, numbers" in told
 
@@ -782,7 +777,7 @@ def test_a_tensor_of_the_scripts_that_the_training_writes_to_is_named(tmp_path: 
         elif held in ("variable", "buffer"):
             queue[guard.step % 3] = x[0]
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    said = facts_of(tmp_path)
     texts = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "variables-not-kept"]
     assert len(texts) == (held == "variable")
     assert all("writes to queue," in text for text in texts)
@@ -851,7 +846,7 @@ def test_what_the_training_depends_on_and_is_there_only_since_the_guard_was_made
         optimizer.zero_grad(set_to_none=False)
         guard.observe(loss)
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    said = facts_of(tmp_path)
     texts = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "variables-not-kept"]
     named = {"attribute": "held.mean"}.get(kind, kind) if kind not in ("logged", "handed over", "kept") else None
     assert len(texts) == bool(named)
@@ -876,7 +871,7 @@ def test_a_batch_that_is_taken_at_the_end_of_a_turn_is_taken_again_and_not_named
         x = next(batches, None)
     assert guard.step == 6
     guard.close()
-    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    said = facts_of(tmp_path)
     assert [fact.code for fact in said if isinstance(fact, Advice)] == []
 
 
@@ -1183,7 +1178,7 @@ def test_accumulation_without_no_sync_is_noticed_where_ranks_exchange_gradients(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run_warm([*torchrun, str(script), str(int(with_no_sync)), str(run)], env=environment, check=True)
-    facts = [record.fact for record in read_journal(RunPaths(run).train_journal).records]
+    facts = facts_of(run)
     assert [fact.code for fact in facts if isinstance(fact, Advice)] == codes
 
 
