@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler, Su
 from rollback.facts.training import Incident, SampleQuarantine
 from rollback.suspects import beside_later_ones, left_out_at, quarantine_after, suspects
 from rollback.train.data.cursor import cursor_for
-from rollback.train.data.cursor.quarantine import Replacements, unreadable
+from rollback.train.data.quarantine import Replacements, unreadable
 
 
 def incident(number: int, batch: int, samples: tuple[int, ...]) -> Incident:

@@ -8,7 +8,7 @@ from typing import Any
 from rollback.train.data.cursor.digest import digest_of_indices
 from rollback.train.data.cursor.loader_clone import Keyed
 from rollback.train.data.cursor.order import BatchOrder
-from rollback.train.data.cursor.quarantine import Replacements
+from rollback.train.data.quarantine import Replacements
 
 
 class SamplerBatch:

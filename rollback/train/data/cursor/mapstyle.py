@@ -31,7 +31,7 @@ from rollback.train.data.cursor.feed import IndexFeed, SamplerBatch
 from rollback.train.data.cursor.generators import Generators
 from rollback.train.data.cursor.loader_clone import clone_of
 from rollback.train.data.cursor.order import BatchOrder, OneSize, gives_all, order_of, order_of_share, share_of
-from rollback.train.data.cursor.quarantine import Replacements, unreadable
+from rollback.train.data.quarantine import Replacements, unreadable
 from rollback.train.data.workers import shut_down
 
 _COMPARED = 16
