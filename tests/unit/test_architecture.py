@@ -39,6 +39,11 @@ def test_no_two_test_files_have_one_name() -> None:
     assert [name for name, count in counted.items() if count > 1] == []
 
 
+def test_a_type_checker_reads_the_types_in_the_installed_package() -> None:
+    """Without this file it takes `rollback.Guard` for Any (PEP 561), and a misspelt method is found at night."""
+    assert (ROOT / "rollback/py.typed").is_file()
+
+
 def test_the_map_in_the_design_is_the_tree() -> None:
     rows = re.findall(r"^\| `rollback/(.*?)/?` \| .* \| (.*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
     tree: dict[str, list[str]] = {}
