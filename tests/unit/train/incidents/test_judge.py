@@ -47,7 +47,7 @@ class Steps:
         for directory in (self.paths.ring, self.paths.ranks):
             directory.mkdir(parents=True)
         self.record = record = Recorder(self.paths, 1, is_rank_0=True)
-        self.snapshots = Snapshots(self.paths, ranks, 0, 1)
+        self.snapshots = Snapshots(self.paths, ranks, FiniteCheck((), repr), 0, 1)
         self.catalogue = Catalogue(settings.probation)
         run = AttachedRun(self.paths, ranks, settings, record, History())
         self.checkpoints = CheckpointManager(run, self.snapshots, self.catalogue)
