@@ -91,6 +91,8 @@ class Failures(BaseModel, frozen=True):
 
     error: str
     failures: tuple[RankFailure, ...]
+    shortage: bool = False
+    """Whether the system refused a process or a thread to torchrun or to one of its ranks."""
 
     def with_ended(self, ranks: Collection[int]) -> "Failures":
         """The same, where the supervisor has ended these ranks: what SIGKILL did to them is no failure of theirs."""
@@ -165,12 +167,13 @@ class AttemptEvidence:
 
     @property
     def killed(self) -> bool:
-        """Whether somebody ended torchrun or a rank.
+        """Whether somebody ended torchrun or a rank, or the system gave it no process or thread: others may give some
+        back, and it says nothing of the job.
 
         A rank whose peer was killed often fails at the same moment, so SIGKILL counts for any rank. torchrun itself
         ends ranks with SIGTERM, so SIGTERM counts only for the first one.
         """
-        if self.left.lost_nodes:
+        if self.left.lost_nodes or (self.left.failures is not None and self.left.failures.shortage):
             return True
         failures = self.left.failures.failures if self.left.failures else ()
         codes = [failure.exitcode for failure in failures if not failure.ended]

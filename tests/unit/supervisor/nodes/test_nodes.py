@@ -144,6 +144,10 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     assert whole.status == 1
     assert [failure.rank for failure in whole.failures.failures] == [1, 0, 2]
     assert whole.lost_nodes == ()
+    assert not whole.failures.shortage
+    short = failed(1, 1)
+    short = short.model_copy(update={"failures": short.failures.model_copy(update={"shortage": True})})
+    assert merged(failed(0, 1), {"node-1": short}).failures.shortage
     killed, raised = failed(1, -9), failed(0, 1)
     silent = killed.model_copy(update={"failures": killed.failures.with_ended({1, 2})})
     assert [failure.rank for failure in merged(silent, {"node-1": raised}).failures.failures] == [0, 1], "by its end"
