@@ -36,8 +36,9 @@ from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.errors import EARLY, ExitCode, RefusalKind, RollbackError, ScriptRefused
-from rollback.facts.ending import SCRIPT_LEFT, EndedAs, GivingUp
+from rollback.facts.ending import SCRIPT_LEFT, GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
+from rollback.rundir.heartbeats import UnrecordedEnd
 
 AttemptEnding = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
 
@@ -103,15 +104,6 @@ class Failures(BaseModel, frozen=True):
         return self.model_copy(update={"failures": tuple(failures)})
 
 
-class Unrecorded(BaseModel, frozen=True):
-    """Training has ended, and the ranks' journal could not take that, as rank 0 showed on its host's board."""
-
-    step: int
-    why: str
-    ended_as: EndedAs = "complete"
-    batch: int = 0
-
-
 class HostOutcome(BaseModel, frozen=True):
     """What an attempt left on one host, or (merged) on all hosts."""
 
@@ -131,7 +123,8 @@ class HostOutcome(BaseModel, frozen=True):
     """The nodes that left no account: they fell silent, or were started anew while the attempt ran."""
     kept: LastSnapshotResult | None = None
     """What became of the last snapshot; None: nobody has tried to make one."""
-    unrecorded: Unrecorded | None = None
+    unrecorded: UnrecordedEnd | None = None
+    """As rank 0 showed on its host's board."""
 
 
 @dataclass(frozen=True)

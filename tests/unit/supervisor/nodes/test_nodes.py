@@ -17,6 +17,7 @@ from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResu
 from rollback.config import Settings
 from rollback.errors import RunInUse, UsageError
 from rollback.facts.training import LastSnapshotMade
+from rollback.rundir.heartbeats import UnrecordedEnd
 from rollback.rundir.host_records import (
     SILENT_AFTER,
     RecordPublisher,
@@ -26,7 +27,7 @@ from rollback.rundir.host_records import (
     write_in_place,
 )
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal, Unrecorded
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import OwnNode, command_of, differences, membership, place_among_nodes
@@ -160,7 +161,7 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     assert merged(HostOutcome(status=-9), {"node-1": torchrun}).torchrun_oom_killed
     refusal = Refusal(exit_code=78, message="another model")
     assert merged(HostOutcome(status=0), {"node-1": HostOutcome(status=0, refusal=refusal)}).refusal == refusal
-    unrecorded = Unrecorded(step=9, why="no space left")
+    unrecorded = UnrecordedEnd(how="complete", why="no space left", step=9, batch=9)
     assert (
         merged(HostOutcome(status=0), {"node-1": HostOutcome(status=0, unrecorded=unrecorded)}).unrecorded == unrecorded
     )
