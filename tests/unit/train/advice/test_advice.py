@@ -40,6 +40,7 @@ from rollback.train.state.kept_values import KeptAttribute
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.optimizer import Updates
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
+from rollback.wording import Calls
 
 
 @dataclass
@@ -997,8 +998,9 @@ def told_of_scaled_clipping(optimizer: Any) -> str:
     for norm, _ in zip(norms(), range(advising._SCALED), strict=False):
         limit = 0.5 / 1024
         said = one.judge(replace(beat(norm, limit / norm), scale=1024.0), HEALTHY)
-    ((code, text),) = said
-    assert code == "clipped-while-scaled"
+    (advice,) = said
+    text = advice.in_words(Calls())
+    assert advice.code == "clipped-while-scaled"
     assert "{" not in text
     return text
 
@@ -1170,7 +1172,7 @@ def norms() -> Iterator[float]:
 def codes_of(advisor: Advisor, habit: Habit, kept: Callable[[float], float], updates: int, *verdicts: Verdict) -> list:
     told, advisor.habit = [*verdicts, *[HEALTHY] * updates][:updates], habit
     said = [advisor.judge(beat(norm, kept(norm)), verdict) for norm, verdict in zip(norms(), told, strict=False)]
-    return [code for code, _ in said[-1]]
+    return [advice.code for advice in said[-1]]
 
 
 def advisor(model: nn.Module, kind: Any = torch.optim.AdamW) -> Advisor:
@@ -1185,8 +1187,9 @@ WRITTEN, UNTOUCHED = Habit(1, written=True), Habit(1, written=False)
 def test_what_is_not_called_since_the_loss_measures_no_progress_is_told() -> None:
     beat = Beat(loss=1.0, grad_norm=1.0)
     verdict = Verdict(Kind.WATCH, 7, 3, "loss-high", advice="the loss has stood out since step 3")
-    ((code, text),) = advisor(nn.Linear(1, 1)).judge(beat, verdict)
-    assert code == "no-progress"
+    (said,) = advisor(nn.Linear(1, 1)).judge(beat, verdict)
+    text = said.in_words(Calls())
+    assert said.code == "no-progress"
     assert text.startswith("step 7: the loss has stood out since step 3")
     assert "Only what is far beyond all seen is called" in text
 
@@ -1240,11 +1243,11 @@ def test_no_advice_to_clip_otherwise(model: nn.Module, habit: Habit, verdicts: A
 
 def test_every_advice_says_what_to_do_and_no_placeholder_is_left() -> None:
     for given_as_it_is in (advising.CLIPPED_AFTER_STEP, PLAIN_EPOCH_LOOP):
-        assert "{" not in given_as_it_is[1]
+        assert "{" not in given_as_it_is.in_words(Calls())
     one = advisor(nn.Linear(1, 1))
     one._layers.heaviest, one.habit = "head", WRITTEN
     for norm, _ in zip(norms(), range(2 * advising._CLIPPED), strict=False):
         said = one.judge(beat(norm, 1 / norm), HEALTHY)
     layer = " The largest gradient is that of head."
-    text = advising.OFTEN_CLIPPED[1].format(share=1.0, count=300, limit=1.0, norm=6.25, layer=layer)
-    assert said == [("often-clipped", text)]
+    assert said == [advising.OFTEN_CLIPPED.of(share=1.0, count=300, limit=1.0, norm=6.25, layer=layer)]
+    assert "{" not in said[0].in_words(Calls())
