@@ -1,8 +1,9 @@
 """Lists and counts in sentences, and values in texts."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
 
 
 def first_few(names: Sequence[str], most: int) -> str:
@@ -37,18 +38,41 @@ class Calls:
     keep: str | None = "guard.keep"
     first: str = ""
 
-    def put_into(self, text: str) -> str:
-        """An advice that is written for those who make a guard."""
-        if self.first and re.search(r"Guard\(|guard\.", text):
-            text = f"{text}. {self.first}"
-        text = text.replace("Guard(..., ", self.hand_over).replace("guard.step", self.step)
+    def hands_over(self, given: str) -> str:
+        return f"{self.hand_over}{given})"
+
+    def keeps(self, given: str) -> str:
+        """given: `name=value`; `kept = name=value` where a name is given to what is kept; empty: the word for it."""
+        if not given:
+            return self.keep or "guard.keep"
+        kept, equals, value = given.rpartition(" = ")
         if self.keep is not None:
-            return text.replace("guard.keep", self.keep)
-        by_object = rf"{self.hand_over}\2=\2), an object that has it, with state_dict and load_state_dict"
-        return re.sub(r"(\w+ = )?guard\.keep\((\w+)=[^)]*\)", by_object, text)
+            return f"{kept}{equals}{self.keep}({value})"
+        name = value.partition("=")[0]
+        return f"{self.hands_over(f'{name}={name}')}, an object that has it, with state_dict and load_state_dict"
 
 
-def filled(advice: tuple[str, str], **values: object) -> tuple[str, str]:
-    """An advice, code and text, with values where its text names them."""
-    code, text = advice
-    return code, text.format(**values)
+class AdviceText(NamedTuple):
+    """A likely mistake of a script, by its code. text: its fields in braces are `values`, and what the script types:
+    `{guard.step}`, `{guard.hand_over:name=value}`, `{guard.keep:name=value}`."""
+
+    code: str
+    text: str
+    values: Mapping[str, object] = {}
+
+    def of(self, **values: object) -> "AdviceText":
+        """With values where the text names them."""
+        return self._replace(values=values)
+
+    def in_words(self, calls: Calls) -> str:
+        """calls: what this script types."""
+        guard = SimpleNamespace(step=calls.step, hand_over=_Call(calls.hands_over), keep=_Call(calls.keeps))
+        told = self.text.format(**self.values, guard=guard)
+        return f"{told}. {calls.first}" if calls.first and "guard." in self.text else told
+
+
+class _Call(NamedTuple):
+    write: Callable[[str], str]
+
+    def __format__(self, given: str) -> str:
+        return self.write(given)

@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 from rollback.agent.fork_server import (
     ForkServer,
-    ForkServerGone,
     import_ahead,
     name_this_process,
     settle_objects,
@@ -42,6 +41,7 @@ from rollback.agent.overrides import (
     note_whom_torchrun_ends,
     read_arguments,
 )
+from rollback.agent.shortage import ForkServerGone, is_of_shortage
 from rollback.environment import ENV_PRELOAD, ENV_STANDBY, ENV_TORCHRUN
 from rollback.errors import UsageError
 from rollback.instructions import Instructions
@@ -61,21 +61,24 @@ def end_with(supervisor: int) -> None:
 
 
 def describe(error: BaseException, sent: Mapping[int, int] | None = None) -> dict[str, Any]:
-    """The account of what torchrun raised: its text, and the ranks that failed by themselves, first one first.
+    """The account of what torchrun raised: its text, whether the system refused a process or a thread to it or a rank,
+    and the ranks that failed by themselves, first one first.
 
     A ChildFailedError carries `failures`, a ProcessFailure for each rank. Ranks that torchrun itself ended are in it
     too. sent: the last signal that torchrun sent, by pid.
     """
     failures = getattr(error, "failures", {})
     order = sorted(failures, key=lambda rank: _precedence(failures[rank]))
+    told = {rank: _told(failures[rank].error_file_data.get("message")) for rank in order}
     return {
         "error": f"{type(error).__name__}: {error}".splitlines()[0],
+        "shortage": is_of_shortage(error) or any(each.get("shortage") is True for each in told.values()),
         "failures": [
             {
                 "rank": rank,
                 "pid": failures[rank].pid,
                 "exitcode": failures[rank].exitcode,
-                "message": _message(failures[rank].error_file_data.get("message")),
+                "message": _message(told[rank]),
                 "ended": failures[rank].exitcode == -(sent or {}).get(failures[rank].pid, 0) != 0,
                 "at": failures[rank].timestamp,
             }
@@ -90,11 +93,14 @@ def _precedence(failure: Any) -> tuple[bool, int, bool]:
     return failure.exitcode == -signal.SIGTERM, failure.timestamp, failure.exitcode >= 0
 
 
-def _message(recorded: object) -> str | None:
-    """What a rank wrote into its error file: a text, or an object with one; nothing for most scripts."""
-    if isinstance(recorded, dict):
-        recorded = recorded.get("message")
-    return recorded if isinstance(recorded, str) and recorded != "<NONE>" else None
+def _told(recorded: object) -> dict[str, Any]:
+    """What a rank wrote into its error file: an object with a text, or a text alone; nothing for most scripts."""
+    return recorded if isinstance(recorded, dict) else {"message": recorded}
+
+
+def _message(told: Mapping[str, Any]) -> str | None:
+    text = told.get("message")
+    return text if isinstance(text, str) and text != "<NONE>" else None
 
 
 def _wait_for_order(descriptor: int) -> None:

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import rollback
+from rollback.agent.shortage import ForkServerGone, is_of_shortage
 from rollback.instructions import FORK_SERVER
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
@@ -73,10 +74,6 @@ def settle_objects() -> None:
 def name_this_process(name: str) -> None:
     """What `ps -o comm` and `top` show; at most 15 characters. Command lines are all alike: that of torchrun."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
-
-
-class ForkServerGone(OSError):
-    """A rank could not be forked: the fork server, or its child that was forking the rank, was killed."""
 
 
 class ForkServer:
@@ -328,6 +325,7 @@ def _tell_torchrun(error: BaseException) -> None:
     told = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
+        "shortage": is_of_shortage(error),
     }
     try:
         Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")

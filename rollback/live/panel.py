@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rollback.inspect.status.report import Durable, RunStatus, Work
+from rollback.inspect.status.text import STATE_STYLES
 from rollback.rundir.metrics.metric_lines import Metric
 from rollback.terminal.curve import Curve, draw, extent
 from rollback.terminal.messages import printable
 from rollback.terminal.quantities import duration, number
 from rollback.wording import counted
 
-_STATES = {"running": "green", "starting": "yellow", "ended": "default", "died": "red", "unknown": "yellow"}
 _VERDICTS = {"healthy": "green", "watch": "yellow", "spike": "red", "nonfinite": "red"}
 _LABEL, _VALUE, _BOUND = 10, 10, 8  # columns: of a row's name, of its value, of a curve's bounds
 _WIDEST, _WIDE = 100, 64
@@ -57,7 +57,7 @@ def panel(status: RunStatus | None, curves: Curves, width: int, seconds: float |
 def _title(status: RunStatus, inner: int) -> Text:
     name = printable(Path(status.directory).resolve().name)
     title = Text.assemble((_cut(name, inner - 20), "bold"), " · ")
-    return title.append(status.state, style=_STATES[status.state])
+    return title.append(status.state, style=STATE_STYLES[status.state])
 
 
 def _subtitle(status: RunStatus, seconds: float | None, inner: int) -> Text:

@@ -16,8 +16,14 @@ from rollback.system.small_json import parse_model, sound_models
 LEAVING = "leaving"
 """`Heartbeat.doing` of a rank whose guard is closed and whose interpreter ends."""
 
-UNRECORDED = 200
-"""Characters of `Heartbeat.unrecorded` at most."""
+
+class UnrecordedEnd(BaseModel, frozen=True):
+    """Training has ended, and the ranks' journal could not take that."""
+
+    how: EndedAs
+    why: str
+    step: int
+    batch: int
 
 
 class Heartbeat(BaseModel, frozen=True):
@@ -41,10 +47,8 @@ class Heartbeat(BaseModel, frozen=True):
     """When the rank last looked."""
     collectives: int | None = None
     """Number of collectives that its default process group has begun."""
-    unrecorded: str = Field("", max_length=UNRECORDED)
-    """Rank 0: training has ended, and why the journal has not taken that. Empty otherwise."""
-    ended_as: EndedAs = "complete"
-    """What the journal has not taken, where `unrecorded` says why."""
+    unrecorded_end: UnrecordedEnd | None = None
+    """Of rank 0, which writes the journal."""
 
 
 def write_heartbeat(path: Path, heartbeat: Heartbeat) -> None:

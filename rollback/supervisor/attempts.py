@@ -105,9 +105,8 @@ class Attempts:
             self._nodes.failed(first.rank if first is not None and not blamed else None, progressed=progressed)
             decision: Restart | GiveUp
             if evidence.left.guarded or evidence.hung is not None:
-                outside = evidence.killed or (first is not None and first.is_shortage)
                 budget, decision = budget.after_failure(
-                    progressed=progressed, attached=evidence.attached, killed=outside, blamed=blamed,
+                    progressed=progressed, attached=evidence.attached, killed=evidence.killed, blamed=blamed,
                     mistake=first.mistake if first is not None else "",
                 )  # fmt: skip
             else:

@@ -75,7 +75,7 @@ def _checkpoint_side(
             f"back there, since it has no fast tier ({tier[1]}); the next checkpoint is taken as soon as there is room "
             "for it"
         )
-    snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
+    snapshots = Snapshots(paths, ranks, state.finite, run.next_seq, run.attempt, fast)
     if_refused.callback(snapshots.close)
     catalogue = Catalogue(settings.probation, held)
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None

@@ -14,6 +14,7 @@ from typing import Any
 from rollback.errors import ExitCode
 from rollback.facts.ending import EndedAs, GivingUp
 from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
+from rollback.rundir.heartbeats import UnrecordedEnd
 from rollback.train.incidents.decisions import Halt
 from rollback.train.incidents.judge import Judge
 from rollback.train.run import AttachedRun
@@ -22,6 +23,7 @@ from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.state.state import TrainingState
 
 _NUMBERS = itertools.count()
+_WHY = 200  # characters: a heartbeat's place on the board is small
 _GIVING_UP: dict[GivingUp, ExitCode] = {"structural": ExitCode.STRUCTURAL, "no_checkpoint": ExitCode.NO_CHECKPOINT}
 _MADE_UNDER = "_rollback_made_under"
 
@@ -67,9 +69,7 @@ class TrainingEnd:
         """The end of training, unless another batch is handed out."""
         self._given_up = False
         self._stage = EndStage.UNTRAINED
-        self.unrecorded = ""
-        """Training has ended, and this is why the journal has not taken that; empty otherwise."""
-        self.ended_as: EndedAs = "complete"
+        self.unrecorded: UnrecordedEnd | None = None
         self._number = next(_NUMBERS)
         if (handled := sys.exc_info()[1]) is not None:
             # The script's loop may stand in an `except`, and a process be forked in one. That exception is marked and
@@ -142,7 +142,7 @@ class TrainingEnd:
         self._record.note(stopped, f"stopped at step {stopped.step}: {account}")
         self._stage = EndStage.STOPPED
         if halt.giving_up is not None:
-            self.unrecorded, self.ended_as = self._record.unwritten, halt.giving_up
+            self._note_unrecorded(halt.giving_up, stopped)
             return _GIVING_UP[halt.giving_up]
         if stopped.checkpoint is not None:
             return ExitCode.RESUMABLE
@@ -178,7 +178,7 @@ class TrainingEnd:
         self._stage = EndStage.RECORDED
         assert self._possible is not None
         self._note_complete(self._possible)
-        self.unrecorded = self._record.unwritten
+        self._note_unrecorded("complete", self._possible)
 
     @property
     def is_on_record(self) -> bool:
@@ -231,4 +231,9 @@ class TrainingEnd:
         self._record.note(
             left, f"the script has left its loop over the guard, at step {left.step}{what}. {kept}{end_there}"
         )
-        self.unrecorded, self.ended_as = self._record.unwritten, "left"
+        self._note_unrecorded("left", left)
+
+    def _note_unrecorded(self, how: EndedAs, end: Stopped | Finished | ScriptLeft) -> None:
+        """For the last heartbeat, where the journal could not take this end."""
+        if why := self._record.unwritten:
+            self.unrecorded = UnrecordedEnd(how=how, why=why[:_WHY], step=end.step, batch=end.batch)

@@ -151,8 +151,7 @@ class TrainingLoop:
             self.prober.abandon()
             self.training_end.close(changed=step.updated, judge=None if self.run.ranks.distributed else self._end_step)
         self.pulse.close()
-        end = self.training_end
-        step.heartbeat.end(in_hand=raised is not None, unrecorded=end.unrecorded, ended_as=end.ended_as)
+        step.heartbeat.end(in_hand=raised is not None, unrecorded=self.training_end.unrecorded)
         self.checkpoints.snapshots.close()
         self.judge.close()
         self.batches.close()

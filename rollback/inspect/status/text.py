@@ -11,7 +11,7 @@ from rollback.terminal.quantities import at_least, duration, number, restores_in
 from rollback.terminal.rows import print_rows
 from rollback.wording import counted
 
-_STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
+STATE_STYLES = {"running": "green", "starting": "yellow", "ended": "default", "died": "red", "unknown": "yellow"}
 
 
 def print_status(console: Console, status: RunStatus) -> None:
@@ -20,7 +20,7 @@ def print_status(console: Console, status: RunStatus) -> None:
 
 def _status_rows(status: RunStatus) -> Iterator[tuple[str, str | Text]]:
     yield "run", quoted(status.directory)
-    state = Text(status.state, style=_STATES[status.state])
+    state = Text(status.state, style=STATE_STYLES[status.state])
     if status.doing:
         state.append_text(quoted(f": {status.doing}"))
     if status.attempt:

@@ -21,12 +21,12 @@ from rollback.facts.training import (
     Stopped,
 )
 from rollback.rundir.failures import read_failures
-from rollback.rundir.heartbeats import Heartbeat, read_all_heartbeats
+from rollback.rundir.heartbeats import Heartbeat, UnrecordedEnd, read_all_heartbeats
 from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.supervisor.diagnosis.first_cause import RankEnd
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, HostOutcome, Unrecorded
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, HostOutcome
 
 _Fact = TypeVar("_Fact", bound=Fact)
 
@@ -120,7 +120,7 @@ def gather(
     told = furthest_of(records)
     if unrecorded is not None:
         told, lacking = max(told or 0, unrecorded.step), f"{paths.train_journal}: {unrecorded.why}"
-        match unrecorded.ended_as:
+        match unrecorded.how:
             case "complete":
                 complete = lacking
             case "structural" | "no_checkpoint" as reason:
@@ -201,8 +201,7 @@ def rank_ends(paths: RunPaths, attempt: int, left: HostOutcome) -> list[RankEnd]
     ]  # fmt: skip
 
 
-def unrecorded_by(beats: Mapping[int, Heartbeat]) -> Unrecorded | None:
+def unrecorded_by(beats: Mapping[int, Heartbeat]) -> UnrecordedEnd | None:
     """What a rank has shown of a journal that could not take the end of the training. beats: those on a host's board,
     which no disk holds back."""
-    shown = (beat for beat in beats.values() if beat.unrecorded)
-    return next((Unrecorded(step=b.step, why=b.unrecorded, ended_as=b.ended_as, batch=b.batch) for b in shown), None)
+    return next((beat.unrecorded_end for beat in beats.values() if beat.unrecorded_end is not None), None)

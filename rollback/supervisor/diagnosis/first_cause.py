@@ -43,11 +43,6 @@ _NAMED = 4  # ranks
 _OF_CODE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
 """Exceptions that no data bring about."""
 
-_SHORTAGES = (
-    "Resource temporarily unavailable", "can't start new thread", "join thread before it is started", "ForkServerGone",
-)  # fmt: skip
-"""Where a process or a thread is refused; the third is what torchrun raises as it tidies up behind that."""
-
 
 @dataclass(frozen=True)
 class RankEnd:
@@ -128,11 +123,6 @@ class FirstCause:
         if self.why != "exception" or self.record is None:
             return False
         return self.record.in_hand and not (self.record.ours or self.record.error.startswith("rollback."))
-
-    @property
-    def is_shortage(self) -> bool:
-        """Whether the system had no process or thread left to give, which others may give back: nothing of the job."""
-        return any(words in self.text for words in _SHORTAGES)
 
     @property
     def mistake(self) -> str:

@@ -36,8 +36,9 @@ from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.errors import EARLY, ExitCode, RefusalKind, RollbackError, ScriptRefused
-from rollback.facts.ending import SCRIPT_LEFT, EndedAs, GivingUp
+from rollback.facts.ending import SCRIPT_LEFT, GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
+from rollback.rundir.heartbeats import UnrecordedEnd
 
 AttemptEnding = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
 
@@ -91,6 +92,8 @@ class Failures(BaseModel, frozen=True):
 
     error: str
     failures: tuple[RankFailure, ...]
+    shortage: bool = False
+    """Whether the system refused a process or a thread to torchrun or to one of its ranks."""
 
     def with_ended(self, ranks: Collection[int]) -> "Failures":
         """The same, where the supervisor has ended these ranks: what SIGKILL did to them is no failure of theirs."""
@@ -99,15 +102,6 @@ class Failures(BaseModel, frozen=True):
             for each in self.failures
         ]
         return self.model_copy(update={"failures": tuple(failures)})
-
-
-class Unrecorded(BaseModel, frozen=True):
-    """Training has ended, and the ranks' journal could not take that, as rank 0 showed on its host's board."""
-
-    step: int
-    why: str
-    ended_as: EndedAs = "complete"
-    batch: int = 0
 
 
 class HostOutcome(BaseModel, frozen=True):
@@ -129,7 +123,8 @@ class HostOutcome(BaseModel, frozen=True):
     """The nodes that left no account: they fell silent, or were started anew while the attempt ran."""
     kept: LastSnapshotResult | None = None
     """What became of the last snapshot; None: nobody has tried to make one."""
-    unrecorded: Unrecorded | None = None
+    unrecorded: UnrecordedEnd | None = None
+    """As rank 0 showed on its host's board."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +160,13 @@ class AttemptEvidence:
 
     @property
     def killed(self) -> bool:
-        """Whether somebody ended torchrun or a rank.
+        """Whether somebody ended torchrun or a rank, or the system gave it no process or thread: others may give some
+        back, and it says nothing of the job.
 
         A rank whose peer was killed often fails at the same moment, so SIGKILL counts for any rank. torchrun itself
         ends ranks with SIGTERM, so SIGTERM counts only for the first one.
         """
-        if self.left.lost_nodes:
+        if self.left.lost_nodes or (self.left.failures is not None and self.left.failures.shortage):
             return True
         failures = self.left.failures.failures if self.left.failures else ()
         codes = [failure.exitcode for failure in failures if not failure.ended]

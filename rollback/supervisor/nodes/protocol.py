@@ -223,9 +223,13 @@ def merged(own: HostOutcome, others: Mapping[str, HostOutcome | None]) -> HostOu
     have no common clock. Ranks that torchrun or a supervisor ended come last.
     """
     lefts = [own, *(left for left in others.values() if left is not None)]
-    failures = [failure for left in lefts if left.failures for failure in left.failures.failures]
+    accounts = [left.failures for left in lefts if left.failures]
+    failures = [failure for each in accounts for failure in each.failures]
     failures.sort(key=lambda failure: (failure.ended or failure.exitcode == -signal.SIGTERM, failure.exitcode >= 0))
-    errors = [left.failures.error for left in lefts if left.failures]
+    account = None
+    if accounts:
+        shortage = any(each.shortage for each in accounts)
+        account = Failures(error=accounts[0].error, failures=tuple(failures), shortage=shortage)
     lost = tuple(node for node, left in others.items() if left is None)
     return own.model_copy(
         update={
@@ -236,7 +240,7 @@ def merged(own: HostOutcome, others: Mapping[str, HostOutcome | None]) -> HostOu
             "oom_hosts": tuple(host for left in lefts for host in left.oom_hosts),
             "torchrun_oom_killed": any(left.torchrun_oom_killed for left in lefts),
             "refusal": next((left.refusal for left in lefts if left.refusal), None),
-            "failures": Failures(error=errors[0], failures=tuple(failures)) if errors else None,
+            "failures": account,
             "lost_nodes": lost,
             "kept": merged_results(left.kept for left in lefts),
             "unrecorded": next((left.unrecorded for left in lefts if left.unrecorded), None),

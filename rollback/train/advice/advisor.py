@@ -20,9 +20,9 @@ from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.comm.beat import Beat
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.optimizer import Updates
-from rollback.wording import filled, first_few
+from rollback.wording import AdviceText, first_few
 
-CLIPPED_WHILE_SCALED = (
+CLIPPED_WHILE_SCALED = AdviceText(
     "clipped-while-scaled",
     "gradients are clipped while GradScaler's factor of {scale:,.0f} is still in them: a limit of {limit:.3g} acts as "
     "{acts:.3g}, and nearly every update is clipped to it. {effect}. Call scaler.unscale_(optimizer) before "
@@ -38,71 +38,71 @@ _NOT_KNOWN = (
     "What that does depends on how {optimizer} goes about the size of gradients: where it counts, an update is up to "
     "{scale:,.0f} times smaller than meant; where it is divided out, large and small gradients count alike"
 )
-CLIPPED_AFTER_STEP = (
+CLIPPED_AFTER_STEP = AdviceText(
     "clipped-after-step",
     "gradients are clipped after optimizer.step(), where it has no effect. Clip between backward() and step()",
 )
-GRADIENTS_CARRIED = (
+GRADIENTS_CARRIED = AdviceText(
     "gradients-carried",
     "the gradients of an update are added to those of the next one: nothing sets them to zero in between that torch "
     "counts (which grad.data.zero_() is not). Checkpoints have none, so a run that goes on or goes back trains on "
     "without them. Call optimizer.zero_grad() behind each optimizer.step(); what is to be carried on purpose belongs "
     "into the optimizer, as its momentum",
 )
-LOSS_NOT_DIVIDED = (
+LOSS_NOT_DIVIDED = AdviceText(
     "loss-not-divided",
     "gradients of {batches} batches are added up and no batch's loss is divided by {batches}: the update's gradient is "
     "{batches} times their mean. Use (loss / {batches}).backward()",
 )
-NO_NO_SYNC = (
+NO_NO_SYNC = AdviceText(
     "no-no-sync",
     "gradients are accumulated over {batches} batches, and DDP averages them over the ranks after each one. Run "
     "forward and backward of all but the last batch inside `with model.no_sync():`; one exchange an update is enough",
 )
-OFTEN_CLIPPED = (
+OFTEN_CLIPPED = AdviceText(
     "often-clipped",
     "{share:.0%} of the last {count} updates were clipped, to a norm of {limit:.3g} from {norm:.3g} in the median: "
     "large and small gradients count alike then.{layer} Raise max_norm so that it catches exceptions only",
 )
-NEVER_CLIPPED = (
+NEVER_CLIPPED = AdviceText(
     "never-clipped",
     "the loss of this transformer has spiked {spikes} times and its gradients are not clipped. "
     "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step() is what most use",
 )
-NEVER_OBSERVED = (
+NEVER_OBSERVED = AdviceText(
     "never-observed",
     "no loss was told in {updates} updates, so that only NaN and Inf in the gradients and jumps of their norm are "
     "noticed. Call guard.observe(loss) in the loop's body",
 )
-NO_PROGRESS = (
+NO_PROGRESS = AdviceText(
     "no-progress",
     "step {step}: {text}. Only what is far beyond all seen is called, as for adversarial and reinforcement learning",
 )
 WITHOUT_UPDATE = 1000  # batches; an accumulation over so many would be a strange one
-NEVER_UPDATED = (
+NEVER_UPDATED = AdviceText(
     "never-updated",
     f"{WITHOUT_UPDATE} batches were handed out and the optimizer that the guard has made no step: nothing counts as "
     "done, and nothing is kept. Hand the guard the very optimizer that the script steps",
 )
-OTHER_UPDATES = (
+OTHER_UPDATES = AdviceText(
     "never-updated",
     "the optimizer that the guard has makes no step, and an optimizer of the kind {kind} trains its parameters: "
     "nothing counts as done, and nothing is kept. Hand the guard that one as optimizer=; where it is inside of "
     "another, that other one too, by a name of its own",
 )
-EVALUATED = (
+EVALUATED = AdviceText(
     "evaluated-over-guard",
     "batches are taken from the guard where gradients are off, as for an evaluation: each `for batch in guard` is an "
     "epoch of the training, and what it takes counts as trained on. Evaluate over a loader; loop over the guard to "
     "train",
 )
 
-NOT_SWITCHED_AGAIN = (
+NOT_SWITCHED_AGAIN = AdviceText(
     "requires-grad-not-again",
     "the script had changed requires_grad of {names} on its way to where this process goes on, and has not done so "
     "here. Unless it changes that back at this very place, this process trains other layers than the run did. A start "
     "leaves requires_grad as the script sets it, so let the script set it wherever the run is behind that point: "
-    "if guard.step >= 1000, not if guard.step == 1000",
+    "if {guard.step} >= 1000, not if {guard.step} == 1000",
 )
 
 _UNOBSERVED = 20
@@ -158,15 +158,15 @@ class Advisor:
             self._not_again = found if self._count == 1 else self._not_again & found
         self.habit = self._habits.end_step(batches)
 
-    def judge(self, beat: Beat, verdict: Verdict) -> list[tuple[str, str]]:
-        """The advice now, on the step that has ended last: code and text. The caller gives each advice only once."""
+    def judge(self, beat: Beat, verdict: Verdict) -> list[AdviceText]:
+        """The advice now, on the step that has ended last. The caller gives each advice only once."""
         habit = self.habit
         self._unobserved = self._unobserved + 1 if beat.loss is None else 0
         self._late += bool(habit.late)
         self._carried += bool(habit.carried)
         return [
-            *([filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
-            *([filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
+            *([NEVER_OBSERVED.of(updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
+            *([NO_PROGRESS.of(step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
             *self.rates.found,
             *(self._of_switches() if self._not_again and self._count >= _UPDATES else ()),
             *(self.unkept.advice() if self._count <= EARLY or not self._count % _SELDOM else ()),
@@ -175,10 +175,10 @@ class Advisor:
             *(self._of_accumulation(habit, beat) if habit.batches > 1 else ()),
             *self._of_clipping(habit, beat),
             *(self._of_spikes(habit, verdict) if self._may_want_clipping else ()),
-            *self._layers.found.items(),
+            *self._layers.found.values(),
         ]
 
-    def without_update(self, batches: int) -> Iterator[tuple[str, str]]:
+    def without_update(self, batches: int) -> Iterator[AdviceText]:
         """The advice where so many batches were handed out since the last update. Ask it at the end of each."""
         self._without_grad = self._without_grad + 1 if batches and not torch.is_grad_enabled() else 0
         if self._without_grad >= _EVALUATED:
@@ -186,12 +186,12 @@ class Advisor:
         if batches == WITHOUT_UPDATE:
             yield NEVER_UPDATED
         if batches > _OTHER_UPDATES and (kind := self.unkept.in_its_place()) is not None:
-            yield filled(OTHER_UPDATES, kind=kind)
+            yield OTHER_UPDATES.of(kind=kind)
 
-    def _of_switches(self) -> Iterator[tuple[str, str]]:
-        yield filled(NOT_SWITCHED_AGAIN, names=first_few(sorted(self._not_again), _NAMES))
+    def _of_switches(self) -> Iterator[AdviceText]:
+        yield NOT_SWITCHED_AGAIN.of(names=first_few(sorted(self._not_again), _NAMES))
 
-    def _of_accumulation(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
+    def _of_accumulation(self, habit: Habit, beat: Beat) -> list[AdviceText]:
         divided_later = beat.clip_factor is not None and abs(beat.clip_factor * habit.batches - 1) < 2 * _SAME
         if habit.undivided is not None:
             self._undivided = self._undivided + 1 if habit.undivided and not divided_later else 0
@@ -199,12 +199,12 @@ class Advisor:
             self._averaged = self._averaged + 1 if habit.always_averaged else 0
         said = []
         if self._undivided >= _UPDATES:
-            said.append(filled(LOSS_NOT_DIVIDED, batches=habit.batches))
+            said.append(LOSS_NOT_DIVIDED.of(batches=habit.batches))
         if self._averaged >= _UPDATES:
-            said.append(filled(NO_NO_SYNC, batches=habit.batches))
+            said.append(NO_NO_SYNC.of(batches=habit.batches))
         return said
 
-    def _of_clipping(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
+    def _of_clipping(self, habit: Habit, beat: Beat) -> list[AdviceText]:
         if beat.clip_factor is None or beat.measured is None or beat.scaler_skipped:
             return []
         pair = (beat.measured, beat.clip_factor * beat.measured)
@@ -226,19 +226,19 @@ class Advisor:
         heaviest = f" The largest gradient is that of {self._layers.heaviest}." if self._layers.heaviest else ""
         norm, limit = (statistics.median(values) for values in zip(*pairs, strict=True))
         share = len(pairs) / _CLIPPED
-        return [filled(OFTEN_CLIPPED, share=share, count=_CLIPPED, limit=limit, norm=norm, layer=heaviest)]
+        return [OFTEN_CLIPPED.of(share=share, count=_CLIPPED, limit=limit, norm=norm, layer=heaviest)]
 
-    def _clipped_while_scaled(self, limit: float, scale: float) -> tuple[str, str]:
+    def _clipped_while_scaled(self, limit: float, scale: float) -> AdviceText:
         kinds = {kind.__name__ for kind in self._optimizer.__mro__}
         effect = _SMALLER_UPDATES if kinds & _BY_SIZE else _ALIKE if kinds & _SIZE_DIVIDED_OUT else _NOT_KNOWN
         effect = effect.format(optimizer=self._optimizer.__name__, scale=scale)
-        return filled(CLIPPED_WHILE_SCALED, scale=scale, limit=limit, acts=limit / scale, effect=effect)
+        return CLIPPED_WHILE_SCALED.of(scale=scale, limit=limit, acts=limit / scale, effect=effect)
 
-    def _of_spikes(self, habit: Habit, verdict: Verdict) -> list[tuple[str, str]]:
+    def _of_spikes(self, habit: Habit, verdict: Verdict) -> list[AdviceText]:
         self._spikes += verdict.kind is Kind.SPIKE or verdict.ended is not None
         self._unwritten = self._unwritten + 1 if habit.written is False else 0
         lacks_it = self._spikes >= _SPIKES and self._unwritten >= _UNCLIPPED
-        return [filled(NEVER_CLIPPED, spikes=self._spikes)] if lacks_it else []
+        return [NEVER_CLIPPED.of(spikes=self._spikes)] if lacks_it else []
 
 
 def _is_one_limit(seen: Collection[tuple[float, float]]) -> bool:

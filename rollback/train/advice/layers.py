@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rollback.train.sharded import is_sharded
 from rollback.train.updates.gradients import GradientNorms
-from rollback.wording import filled, first_few
+from rollback.wording import AdviceText, first_few
 
 EVERY = 100
 """Updates between two looks."""
@@ -29,13 +29,13 @@ _ABOVE_OTHERS = 10.0  # times the median row
 _UNABATED = 0.9  # growth in the second half of these looks over that in the first; of a random walk it is 0.76
 _NAMED = 3
 
-VANISHING = (
+VANISHING = AdviceText(
     "vanishing-gradient",
     "the gradient of {layers} has been less than 1e-8 of the whole in {looks} looks over {updates} updates: nothing is "
     "learnt there. Usual reasons: activations that are saturated or dead, a path that is cut off (detach, a mask), or "
     "many layers without a residual connection or normalization",
 )
-GROWING_ROWS = (
+GROWING_ROWS = AdviceText(
     "growing-embedding",
     "row {row} of the embedding {layer} grows without bound: its norm is {norm:.3g}, {times:.0f} times that of the "
     "median row. It was {growth:.1f} times smaller {updates} updates ago, and does not slow down. Look at what this "
@@ -57,8 +57,8 @@ class Layers:
         self._coming: tuple[list[str], Tensor] | None = None
         self._vanished: dict[str, int] = defaultdict(int)
         self._largest: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=GROWTH_LOOKS + 1))
-        self.found: dict[str, str] = {}
-        """The advice so far: text by code."""
+        self.found: dict[str, AdviceText] = {}
+        """The advice so far, by code."""
         self.heaviest: str | None = None
         """The layer with the largest gradient at the last look; None: not known."""
 
@@ -103,7 +103,7 @@ class Layers:
         if LOOKS in self._vanished.values():
             gone = [layer for layer, looks in self._vanished.items() if looks >= LOOKS]
             layers = first_few(gone, _NAMED)
-            self._tell(VANISHING, layers=layers, looks=LOOKS, updates=LOOKS * EVERY)
+            self._tell(VANISHING.of(layers=layers, looks=LOOKS, updates=LOOKS * EVERY))
 
     def _judge_rows(self, layer: str, norm: float, row: float, median: float) -> None:
         past = self._largest[layer]
@@ -114,14 +114,13 @@ class Layers:
         half = len(steps) // 2
         unabated = sum(steps[half:]) >= _UNABATED * sum(steps[:half])
         if min(steps) > 0 and unabated and norm > _GROWN * past[0] and norm > _ABOVE_OTHERS * median:
-            self._tell(
-                GROWING_ROWS, layer=layer, row=int(row), norm=norm, times=norm / median, growth=norm / past[0],
+            self._tell(GROWING_ROWS.of(
+                layer=layer, row=int(row), norm=norm, times=norm / median, growth=norm / past[0],
                 updates=GROWTH_LOOKS * EVERY,
-            )  # fmt: skip
+            ))  # fmt: skip
 
-    def _tell(self, advice: tuple[str, str], **values: object) -> None:
-        code, text = filled(advice, **values)
-        self.found.setdefault(code, text)
+    def _tell(self, advice: AdviceText) -> None:
+        self.found.setdefault(advice.code, advice)
 
 
 def _layer_of(name: str) -> str:

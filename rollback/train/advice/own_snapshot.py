@@ -16,16 +16,16 @@ from torch import Tensor
 from rollback.facts.training import Wrapping
 from rollback.train.sharded import sharding_of
 from rollback.train.state.state import TrainingState
-from rollback.wording import filled
+from rollback.wording import AdviceText
 
-OWN_SNAPSHOT_ON_RESUME = (
+OWN_SNAPSHOT_ON_RESUME = AdviceText(
     "own-snapshot",
     "before it made the guard, the script has {done}, which it had not at the run's first start: it seems to load a "
     "snapshot of its own. The checkpoint of step {step} stands in its place now; but what the script itself takes from "
     "its snapshot, such as the epoch to begin with, is not of that step. Take that loading out: the guard restores all "
     "that it is handed, and `for epoch in guard.epochs(n):` begins where the run stands",
 )
-OWN_SNAPSHOT_AT_THE_START = (
+OWN_SNAPSHOT_AT_THE_START = AdviceText(
     "own-snapshot",
     "this run is new, and its optimizer has made updates before the guard was made: the script seems to have loaded a "
     "snapshot of its own. If the run is to begin with that, load it at the first start only: the guard restores all "
@@ -45,15 +45,15 @@ class ScriptTraces:
     updated: bool
     """Whether the optimizer's state is that of an optimizer that has made updates."""
 
-    def advice(self, first_writes: int | None, step: int | None) -> Iterator[tuple[str, str]]:
-        """Advice about the traces: code and text. first_writes: writes at the run's first start that wrapped the model
+    def advice(self, first_writes: int | None, step: int | None) -> Iterator[AdviceText]:
+        """Advice about the traces. first_writes: writes at the run's first start that wrapped the model
         alike; None: not on record. step: of the restored checkpoint; None: the run begins."""
         reloaded = first_writes is not None and 0 < self.parameters <= self.writes - first_writes
         done = "loaded the state of its optimizer" if self.updated else "written to all parameters of the model"
         if step is None and self.updated:
             yield OWN_SNAPSHOT_AT_THE_START
         elif step is not None and (self.updated or reloaded):
-            yield filled(OWN_SNAPSHOT_ON_RESUME, done=done, step=step)
+            yield OWN_SNAPSHOT_ON_RESUME.of(done=done, step=step)
 
 
 def traces_of(state: TrainingState) -> ScriptTraces:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from rollback.wording import filled
+from rollback.wording import AdviceText
 
-RATE_NOT_KEPT = (
+RATE_NOT_KEPT = AdviceText(
     "learning-rate-not-kept",
     "the update of step {step} has the learning rate {now:g}, {told}: the script seems to set it from a count of its "
-    "own, which no checkpoint has. Count by guard.step, or have the count kept: kept = guard.keep(updates=0). Where "
+    "own, which no checkpoint has. Count by {guard.step}, or have the count kept: {guard.keep:kept = updates=0}. Where "
     "the rate is to follow the batches and not the updates, nothing is wrong",
 )
 _COMPARED = 2  # updates: a scheduler's own rate comes back, and what it asks a script's count for is the next one
@@ -36,8 +36,8 @@ class ScriptRates:
         """Epoch and rate by step."""
         self._last: int | None = None
         self._compared = 0
-        self.found: list[tuple[str, str]] = []
-        """The advice, once there is one: code and text."""
+        self.found: list[AdviceText] = []
+        """The advice, once there is one."""
 
     def note(self, step: int, epoch: int, rate: float | None, before: float | None, first: float | None) -> None:
         """An update is made. before: the rate of the one before it; first: of the run's first one. None: not known."""
@@ -49,7 +49,7 @@ class ScriptRates:
             self._compared -= 1
             told = self._told(step, epoch, rate, before, first)
             if told is not None and not self.found:
-                self.found = [filled(RATE_NOT_KEPT, step=step, now=rate, told=told)]
+                self.found = [RATE_NOT_KEPT.of(step=step, now=rate, told=told)]
         self._last = step
         self._had[step] = epoch, rate
         if len(self._had) > _REMEMBERED:

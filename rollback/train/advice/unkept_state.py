@@ -32,68 +32,68 @@ from rollback.train.sharded import local_of
 from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
-from rollback.wording import filled
+from rollback.wording import AdviceText
 
-OPTIMIZER_NOT_KEPT = (
+OPTIMIZER_NOT_KEPT = AdviceText(
     "optimizer-not-kept",
     "an optimizer of the kind {kind} trains in the loop, and the guard was not handed all that it keeps and trains: no "
     "checkpoint has that, so a rollback leaves it as it is and a resume begins it anew. Hand it over by a name of its "
-    "own, and its module too: Guard(..., other_optimizer=..., other_model=...)",
+    "own, and its module too: {guard.hand_over:other_optimizer=..., other_model=...}",
 )
-ATTRIBUTES_NOT_KEPT = (
+ATTRIBUTES_NOT_KEPT = AdviceText(
     "optimizer-attributes",
     "each update changes {names} of the optimizer {kind}, attributes of its own that are not in its state_dict: no "
     "checkpoint has them, so a rollback leaves them as they are and a resume begins them anew. Where updates depend on "
     "them, as a bias correction or a momentum does, keep them in self.state[parameter], or a number in its group: "
     'group["t"] += 1',
 )
-GENERATOR_NOT_KEPT = (
+GENERATOR_NOT_KEPT = AdviceText(
     "generator-not-kept",
     "in the training {names} draws random numbers, a generator that no checkpoint has: a rollback leaves it as it is, "
     "and a resume begins it anew. If it makes no data, have it kept, in front of the loop: "
-    "guard.keep(noise=generator). One that the script seeds in each batch needs nothing",
+    "{guard.keep:noise=generator}. One that the script seeds in each batch needs nothing",
 )
-COPIES_NOT_KEPT = (
+COPIES_NOT_KEPT = AdviceText(
     "copies-not-kept",
     "the script writes to {names}, copies of the model's weights or a module of its own, and no checkpoint has these: "
     "a rollback leaves them as they are, and a resume begins them anew. Where something depends on them later, as on "
     "an average of the weights, hand over the module, or an object with state_dict and load_state_dict that has them, "
-    "by a name of its own: Guard(..., average=average). A copy that is filled anew before each use needs nothing",
+    "by a name of its own: {guard.hand_over:average=average}. A copy that is filled anew before each use needs nothing",
 )
-VARIABLES_NOT_KEPT = (
+VARIABLES_NOT_KEPT = AdviceText(
     "variables-not-kept",
     "the training writes to {names}, tensors or samples of the script's that no checkpoint has: a rollback leaves them "
     "as they are, and a resume begins them anew. If a later batch reads what is written there, as from a queue of "
     'features, make tensors buffers of a module that is handed over: bank.register_buffer("queue", queue), '
-    "Guard(..., bank=bank). Hand over a list in an object with state_dict and load_state_dict, and have a number kept: "
-    "kept = guard.keep(mean=0.0)",
+    "{guard.hand_over:bank=bank}. Hand over a list in an object with state_dict and load_state_dict, and have a number "
+    "kept: {guard.keep:kept = mean=0.0}",
 )
-NUMBERS_NOT_KEPT = (
+NUMBERS_NOT_KEPT = AdviceText(
     "numbers-not-kept",
     "each update changes {names}, numbers that modules have as attributes, and no checkpoint has these: a rollback "
     "leaves them as they are, and a resume begins them anew. Where the model's outputs depend on them, as on a "
     'temperature that falls, make them buffers: self.register_buffer("t", torch.zeros(()))',
 )
-NUMBERS_OF_OBJECTS_NOT_KEPT = (
+NUMBERS_OF_OBJECTS_NOT_KEPT = AdviceText(
     "numbers-of-objects-not-kept",
     "each update changes {names}, numbers that objects have as attributes which the guard was handed, and their "
     "state_dict() has none of these: a rollback leaves them as they are, and a resume begins them anew. Where training "
     "depends on them, as the decay of an average may on its count of updates, put them into state_dict() and take them "
     "back in load_state_dict()",
 )
-SCHEDULER_NOT_KEPT = (
+SCHEDULER_NOT_KEPT = AdviceText(
     "scheduler-not-kept",
     "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
-    "step, and a rollback does not bring it back. Guard(..., scheduler=scheduler)",
+    "step, and a rollback does not bring it back. {guard.hand_over:scheduler=scheduler}",
 )
-GROUP_ADDED = (
+GROUP_ADDED = AdviceText(
     "group-added",
     "the optimizer has got a parameter group since the guard was made (add_param_group), as for layers that are "
     "unfrozen: a rollback to before that ends the attempt, and the next start is refused behind it. Make the optimizer "
     "with all its groups before the guard is made (lr=0 for one whose time comes later): where this job ends, the same "
     "command then goes on",
 )
-EVALUATION_DRAWS = (
+EVALUATION_DRAWS = AdviceText(
     "evaluation-draws",
     "another loader than the guard's, with persistent_workers=True, is read in the training: only its first pass draws "
     "a seed, from the random states that the training draws from. Behind a resume, or a rollback to before that pass, "
@@ -200,14 +200,14 @@ class UnkeptState:
         """Those that have stepped in `_BATCHES` of them."""
         return [optimizer for optimizer, batches in self._seen.items() if len(batches) == _BATCHES]
 
-    def advice(self) -> Iterator[tuple[str, str]]:
-        """What is found behind an update: code and text. Ask it once in each of the first ones, and later now and then:
+    def advice(self) -> Iterator[AdviceText]:
+        """What is found behind an update. Ask it once in each of the first ones, and later now and then:
         what is found stays there."""
         self._looks += 1
         for kind in self._optimizers():
-            yield filled(OPTIMIZER_NOT_KEPT, kind=kind)
+            yield OPTIMIZER_NOT_KEPT.of(kind=kind)
         for kind, attributes in self._own_attributes():
-            yield filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=attributes)
+            yield ATTRIBUTES_NOT_KEPT.of(kind=kind, names=attributes)
         if self._looks <= _FIRST:
             self._numbers.look()
             for advice, names in (
@@ -218,7 +218,7 @@ class UnkeptState:
                 (NUMBERS_OF_OBJECTS_NOT_KEPT, self._numbers.of_objects()),
             ):
                 if names:
-                    yield filled(advice, names=", ".join(names))
+                    yield advice.of(names=", ".join(names))
         if not self._may_have_scheduler and (self._is_scheduled() or self._awaits_plateau):
             yield SCHEDULER_NOT_KEPT
         if len(self._state.optimizer.param_groups) > self._groups:

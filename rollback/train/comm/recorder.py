@@ -19,7 +19,7 @@ from rollback.rundir.metrics.column_file import ColumnWriter
 from rollback.rundir.metrics.metric_lines import Metric, metric_line
 from rollback.rundir.paths import RunPaths
 from rollback.system.lines import LineWriter
-from rollback.wording import Calls, filled, first_few
+from rollback.wording import AdviceText, Calls, first_few
 
 _FLUSH_SECONDS = 1.0
 _BLOCKS = 2  # of columns in one flush: some milliseconds each
@@ -119,18 +119,18 @@ class Recorder:
         """Why the journal could not take the last fact; empty: it has all."""
         return self._failing.get(_JOURNALLING, "")
 
-    def advise(self, *advice: tuple[str, str]) -> None:
-        """Note likely mistakes of the script, each once in a run: code and text."""
-        for code, text in advice:
-            if code not in self._advised:
-                self._advised.add(code)
-                told = self.calls.put_into(text)
-                self.note(Advice(code=code, text=told), told)
+    def advise(self, *advice: AdviceText) -> None:
+        """Note likely mistakes of the script, each once in a run."""
+        for each in advice:
+            if each.code not in self._advised:
+                self._advised.add(each.code)
+                told = each.in_words(self.calls)
+                self.note(Advice(code=each.code, text=told), told)
 
-    def advise_of(self, advice: tuple[str, str], names: Sequence[str], **more: str) -> None:
+    def advise_of(self, advice: AdviceText, names: Sequence[str], **more: str) -> None:
         """Note a likely mistake about these names, of which the first few are listed. No names: no advice."""
         if names:
-            self.advise(filled(advice, names=first_few([*map(repr, names)], _NAMED), **more))
+            self.advise(advice.of(names=first_few([*map(repr, names)], _NAMED), **more))
 
     def metric(
         self, step: int, batch: int, loss: float | None, grad_norm: float | None, verdict: str, timeline: int

@@ -26,16 +26,16 @@ from rollback.errors import RollbackError, UsageError
 from rollback.train.data.cursor import Cursor
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.updates.model_switches import ModelSwitches
-from rollback.wording import filled
+from rollback.wording import AdviceText
 
-PLAIN_EPOCH_LOOP = (
+PLAIN_EPOCH_LOOP = AdviceText(
     "plain-epoch-loop",
     "the script counts its epochs itself: when the run resumes in a later epoch, the loop body first runs with no "
     "batches for each epoch before it. Behind a rollback into an earlier epoch the loop goes on with the rest of that "
     "one, and a `break` ends that. `for epoch in guard.epochs(n):` begins where the run stands; with --adopt so does "
     "`for epoch in range(n):` in the training loop's own file",
 )
-OWN_SNAPSHOT_EPOCH = (
+OWN_SNAPSHOT_EPOCH = AdviceText(
     "own-snapshot",
     "the script begins with epoch {told} by its own count: it seems to load a snapshot of its own. The guard's epochs "
     "begin where the run stands, in epoch {epoch}, so the script's loop would end at another place than meant. Take "
@@ -150,12 +150,12 @@ class Passes:
             self.state = PassState.OVER
         return RestoreAtPass.EVERYTHING if sought.strayed() else RestoreAtPass.RANDOM_STATES
 
-    def advice(self) -> Iterator[tuple[str, str]]:
-        """Advice about the pass that has begun: code and text."""
+    def advice(self) -> Iterator[AdviceText]:
+        """Advice about the pass that has begun."""
         if self._loop is OuterLoop.SCRIPT and self._next > 1 and self._cursor.has_epochs:
             yield PLAIN_EPOCH_LOOP
         if self._own_epoch is not None and self._own_epoch >= _LATE:
-            yield filled(OWN_SNAPSHOT_EPOCH, told=self._own_epoch, epoch=self._cursor.epoch)
+            yield OWN_SNAPSHOT_EPOCH.of(told=self._own_epoch, epoch=self._cursor.epoch)
 
     def end(self, *, final: bool) -> None:
         """The present pass has no more batches. final: later passes have none either."""

@@ -39,17 +39,18 @@ from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.hooks import before_update, weak_hook
+from rollback.wording import AdviceText
 
 _FROM_NOW_ON = (
     "behind the backward of a step: from now on a rank that is killed between its backward and the step's end costs "
     "the steps since the newest checkpoint, and not this one alone, for nobody can tell any more what it knew"
 )
-VALUES_BEHIND = (
+VALUES_BEHIND = AdviceText(
     "values-behind-backward",
-    f"the script changes {{names}}, which guard.keep keeps, {_FROM_NOW_ON}. Change such a value in front of "
+    f"the script changes {{names}}, which {{guard.keep}} keeps, {_FROM_NOW_ON}. Change such a value in front of "
     "loss.backward(), where that can be, as a count of tokens",
 )
-LOGS_BEHIND = (
+LOGS_BEHIND = AdviceText(
     "logs-behind-backward",
     f"the script or a callback logs or counts something with its Trainer {_FROM_NOW_ON}. Lightning's self.log in "
     "training_step is in front of it; in on_before_optimizer_step or on_train_batch_end it is not",

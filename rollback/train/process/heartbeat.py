@@ -17,9 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollback.environment import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
-from rollback.facts.ending import EndedAs
 from rollback.rundir.heartbeat_board import HeartbeatCell
-from rollback.rundir.heartbeats import LEAVING, UNRECORDED, Heartbeat, write_heartbeat
+from rollback.rundir.heartbeats import LEAVING, Heartbeat, UnrecordedEnd, write_heartbeat
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.processes import start_of
@@ -49,8 +48,7 @@ class HeartbeatWriter:
         self._movement = Movement()
         self._moved = time.monotonic()
         self._failing = self._ended = self._leaving = False
-        self._unrecorded = ""
-        self._ended_as: EndedAs = "complete"
+        self._unrecorded: UnrecordedEnd | None = None
         self._cell = _cell_on_board(ranks.rank)
         self._file_every = seconds_between_files(ranks.world_size) if self._cell else _EVERY_SECONDS
         self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
@@ -78,13 +76,12 @@ class HeartbeatWriter:
         """Set what this rank is doing, at the same position."""
         self.show(doing, self.activity.now.step, self.activity.now.batch)
 
-    def end(self, *, in_hand: bool, unrecorded: str = "", ended_as: EndedAs = "complete") -> None:
+    def end(self, *, in_hand: bool, unrecorded: UnrecordedEnd | None = None) -> None:
         """The guard is closed. in_hand: because of an exception, perhaps, so that a failure record can still name the
-        batch in hand. unrecorded, ended_as: see `Heartbeat`."""
+        batch in hand. unrecorded: what the journal could not take."""
         now = self.activity.now
         self.activity.now = now._replace(in_hand=now.in_hand and in_hand)
-        self._unrecorded, self._ended_as = unrecorded[:UNRECORDED], ended_as
-        self._ended, self._moved = True, time.monotonic()
+        self._unrecorded, self._ended, self._moved = unrecorded, True, time.monotonic()
         self._write()
 
     def stop(self) -> None:
@@ -121,7 +118,7 @@ class HeartbeatWriter:
         return Heartbeat.model_construct(
             pid=self._pid, host=self._host, attempt=self._attempt, step=now.step, batch=now.batch,
             doing=doing, monotonic=self._moved, start=self._start, looked=time.monotonic(), collectives=begun,
-            unrecorded=self._unrecorded, ended_as=self._ended_as,
+            unrecorded_end=self._unrecorded,
         )  # fmt: skip
 
     def _write_on_board(self) -> None:

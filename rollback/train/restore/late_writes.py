@@ -10,9 +10,9 @@ from rollback.train.run import AttachedRun
 from rollback.train.sharded import version_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.stateful import tensors_of_state
-from rollback.wording import filled
+from rollback.wording import AdviceText
 
-WRITTEN_BEHIND_GUARD = (
+WRITTEN_BEHIND_GUARD = AdviceText(
     "written-behind-guard",
     "behind the guard and before its loop, the script has written to the weights or to the optimizer's state: it loads "
     "a snapshot of its own there, initializes the model, or wraps it in DistributedDataParallel. The checkpoint of "
@@ -31,7 +31,7 @@ def writes_behind(run: AttachedRun, state: TrainingState) -> Callable[[], bool]:
     def found() -> bool:
         if restored is None or not any(run.ranks.from_each(then != _versions(state))):
             return False
-        run.record.advise(filled(WRITTEN_BEHIND_GUARD, step=restored.step))
+        run.record.advise(WRITTEN_BEHIND_GUARD.of(step=restored.step))
         return True
 
     return found

@@ -36,7 +36,6 @@ from rollback.train.snapshots import drift
 from rollback.train.snapshots.copy_stream import await_event, copy_stream, on_host
 from rollback.train.state import tree
 from rollback.train.state.image import PARAMETERS, STILL, Image
-from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind
 
 _MASK = (1 << 64) - 1
 
@@ -56,7 +55,6 @@ class RankShare:
     metadata: Mapping[str, str]
     parts: Mapping[str, tuple[Part, Tensor]] = field(default_factory=dict)
     sharded: Mapping[str, Tensor] = field(default_factory=dict)
-    finite: FiniteCheck | None = None
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
     spot_check: Sequence[Tensor] = ()
 
@@ -91,7 +89,7 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
         name: (part, image.local_tensors[name]) for name, part in image.parts.items() if name.startswith(PARAMETERS)
     }
     still = {name: image.shared_tensors[name] for name in frozen}
-    return RankShare(stored, compared, metadata, parts, image.sharded, image.finite, still, checked)
+    return RankShare(stored, compared, metadata, parts, image.sharded, still, checked)
 
 
 def _compared(shared: Mapping[str, Tensor], image: Image) -> dict[str, Tensor]:
@@ -188,14 +186,9 @@ class Capture:
         on_device = self._on_device[tensors is self._parts]
         return drift.narrowed(together.intdigest() ^ (int(on_device) & _MASK))
 
-    def nonfinite(self) -> dict[str, NonFiniteKind]:
-        """Tensors of the copy with values that are not finite, and had none before. Call it after `finish`."""
-        if self._share.finite is None:
-            return {}
-        entries = self._layout.entries
-        return self._share.finite.newly_nonfinite(
-            {name: view(self._region, entries[name]) for name in self._share.tensors}
-        )
+    def copies(self) -> dict[str, Tensor]:
+        """The tensors of the copy. Call it after `finish`."""
+        return {name: view(self._region, self._layout.entries[name]) for name in self._share.tensors}
 
     def fence(self) -> None:
         """Make the device's training stream wait for the copy. The host does not wait."""

@@ -17,14 +17,14 @@ from rollback.errors import UsageError
 from rollback.train.comm.ranks import Ranks
 from rollback.train.state import tree
 from rollback.train.state.image import STILL, Image, tensor_in_words
-from rollback.wording import ranks_in_words
+from rollback.wording import AdviceText, ranks_in_words
 
-REPLICAS_DIFFER = (
+REPLICAS_DIFFER = AdviceText(
     "replicas-differ",
     "the ranks no longer have the same state, and no checkpoint is taken of that. Stop the job and run the same "
     "command again: all ranks then go on from the last checkpoint, where they agreed. If the same rank is named again, "
     "suspect its machine; if the script changes parameters outside of DDP, or objects that it has handed over, it must "
-    "do so alike on all ranks (guard.keep keeps what is to be another on each), and step a ReduceLROnPlateau by the "
+    "do so alike on all ranks ({guard.keep} keeps what is to be another on each), and step a ReduceLROnPlateau by the "
     "same number (in Lightning: sync_dist=True). An optimizer or object of your own that keeps something for each "
     "rank's part of a sharded parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them",
 )

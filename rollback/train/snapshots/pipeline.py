@@ -41,6 +41,7 @@ from rollback.train.snapshots.in_flight import (
 )
 from rollback.train.snapshots.memory import SnapshotMemory
 from rollback.train.state.image import Image
+from rollback.train.state.nonfinite import FiniteCheck
 
 _MOVED = (
     "weights were changed outside of optimizer.step() while they were copied (as sharpness-aware or adversarial "
@@ -59,17 +60,24 @@ class Snapshots:
     whether copies are waited for in any mode, as it is not known yet what the script writes within a step.
     thread: the only one that writes and removes files. stalled: seconds for which the last snapshot blocked the loop.
     memory: what the next snapshot is copied into. frozen: the weights that are left out, since they are stored once.
-    next_seq: the number of the next checkpoint.
+    finite: looks at each copy. next_seq: the number of the next checkpoint.
     """
 
     def __init__(
-        self, paths: RunPaths, ranks: Ranks, next_seq: int, attempt: int, fast: FastTier | None = None
+        self,
+        paths: RunPaths,
+        ranks: Ranks,
+        finite: FiniteCheck,
+        next_seq: int,
+        attempt: int,
+        fast: FastTier | None = None,
     ) -> None:
         self.mode: CaptureMode = "at_once"
         self.unsure = False
         self.stalled = 0.0
         self._paths = paths
         self._ranks = ranks
+        self._finite = finite
         self.next_seq = next_seq
         self._attempt = attempt
         self._turn = next_seq
@@ -290,7 +298,7 @@ class Snapshots:
             directory = ring.begin_writing(self._paths, flight.manifest.name, self._attempt)
             written = write_direct(directory / place.file, region.view, place.start)
         self.frozen.require_stored(frozen, is_rank_0=self._ranks.is_rank_0)
-        flight.nonfinite = capture.nonfinite()
+        flight.nonfinite = self._finite.newly_nonfinite(capture.copies())
         flight.shard_report = ShardReport(
             written, capture.digest(), len(flight.nonfinite), capture.part_digest(), capture.spot_check_digest()
         )

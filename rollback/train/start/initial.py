@@ -18,8 +18,9 @@ from rollback.train.restore.reads import Reads, reading
 from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
 from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
+from rollback.wording import AdviceText
 
-INIT_NOT_READ = (
+INIT_NOT_READ = AdviceText(
     "init-not-read",
     "the run has checkpoints and goes on from them: {names}, which `init` names, is read by a run that has none",
 )

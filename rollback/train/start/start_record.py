@@ -34,26 +34,26 @@ from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import why_kept
 from rollback.train.run import supervised
-from rollback.wording import filled, first_few
+from rollback.wording import AdviceText, first_few
 
-JOURNAL_GONE = (
+JOURNAL_GONE = AdviceText(
     "journal-gone",
     "there is the checkpoint {names} and no journal of the attempts that made it: what was skipped before it, and what "
     "was planned when they ended, is not known. Training goes on from it as if that were nothing; if the run directory "
     "was copied, bring its journal/ too",
 )
-JOURNAL_CUT = (
+JOURNAL_CUT = AdviceText(
     "journal-cut",
     "the journal ends in front of checkpoints that were made later: {names}. What was skipped before them since is not "
     "known. Training goes on as if that were nothing; if there is a copy of journal/ that has more, bring it back",
 )
-SKIPS_UNKNOWN = (
+SKIPS_UNKNOWN = AdviceText(
     "skips-unknown",
     "what led to {names} is not in the journal, which could not take it or of which an older copy was put back, and no "
     "checkpoint that is on record is left: what was skipped before it is not known. Training goes on from it as if "
     "that were nothing",
 )
-UNEQUAL_EPOCHS = (
+UNEQUAL_EPOCHS = AdviceText(
     "unequal-epochs",
     "the ranks have different numbers of batches in an epoch ({counts}): where the shortest ends they wait for each "
     "other, and the job stands still until that is taken for a hang. Give all ranks as many batches, as torch's "
@@ -272,7 +272,7 @@ def tell_of_unequal_epochs(batches: Sequence[int | None], record: Recorder) -> N
     first_with = {count: rank for rank, count in reversed([*enumerate(batches)]) if count is not None}
     if len(first_with) > 1:
         counts = first_few([f"{count} on rank {rank}" for count, rank in sorted(first_with.items())], _SHOWN)
-        record.advise(filled(UNEQUAL_EPOCHS, counts=counts))
+        record.advise(UNEQUAL_EPOCHS.of(counts=counts))
 
 
 def put_aside(

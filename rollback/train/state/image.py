@@ -13,7 +13,6 @@ from torch import Tensor
 from rollback.checkpoints.format.parts import Part
 from rollback.errors import UsageError
 from rollback.train.sharded import detached, is_sharded, part_of
-from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.tree import Json
 
 PARAMETERS = "shared/model/"
@@ -38,7 +37,6 @@ class Image:
     """Where this rank's part of each sharded tensor lies in the whole. The parts are among `local_tensors`."""
     sharded: Mapping[str, Tensor] = field(default_factory=dict)
     """The sharded tensors."""
-    finite: FiniteCheck | None = None
     frozen: frozenset[str] = frozenset()
     """Names of `shared_tensors` that nothing trains, as far as torch can tell: see `TrainingState._frozen_memory`."""
     classes: Mapping[str, str] = field(default_factory=dict)

@@ -22,15 +22,16 @@ from torch.utils._pytree import tree_leaves
 from rollback.errors import RunDoesNotFit
 from rollback.train.sharded import is_sharded, local_of
 from rollback.train.state.tree import is_storable, memory_of
+from rollback.wording import AdviceText
 
-NOT_KEPT = (
+NOT_KEPT = AdviceText(
     "tensors-not-kept",
     "modules hold tensors that are neither parameters nor dense buffers: {names}. No checkpoint keeps them and no "
     "rollback brings them back. If one changes while training, make it a buffer: self.register_buffer(name, tensor), "
     "with persistent=False where the state_dict is to be without it; for a metric of torchmetrics, "
     "metric.persistent(True)",
 )
-NOT_IN_CHECKPOINT = (
+NOT_IN_CHECKPOINT = AdviceText(
     "buffers-not-in-checkpoint",
     "checkpoint {checkpoint} has no values for the buffers {names}, which are in no state_dict: it was taken before "
     "they were kept, or before the model had them. They stay as they are now; checkpoints from here on have them",

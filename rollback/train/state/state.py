@@ -145,7 +145,7 @@ class TrainingState:
         frozen = frozenset(
             name for name, item in shared_tensors.items() if name.startswith(PARAMETERS) and memory_of(item) in still
         )
-        return Image(shared, trees, shared_tensors, local_tensors, parts, sharded, self.finite, frozen, self.classes)
+        return Image(shared, trees, shared_tensors, local_tensors, parts, sharded, frozen, self.classes)
 
     def large_shared(self, model: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Of what all ranks have alike, what is large or changes with an update alone. model: its `state_dict`, if that

@@ -68,18 +68,18 @@ class GradientNorms(NamedTuple):
 
 
 class Gradients:
-    """The gradients of one rank's update in progress. Nothing here is collective. model: see `BackwardWatch`."""
+    """The gradients of one rank's update in progress. Nothing here is collective. model: as the script calls it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
         self._averaged = torch.distributed.is_initialized()
-        self._places = {id(p): place for place, p in enumerate(model.parameters() if model is not None else ())}
+        self._places = {id(p): place for place, p in enumerate(model.parameters())}
         self._ordered: list[nn.Parameter] = []
         self._which: list[int] = []
         """The ids of these as the optimizer has them: they are alive, so nothing else has one."""
         self._any_sharded = False
-        self._model, self._ddp = model, None if model is None else ddp_inside(model)
+        self._model, self._ddp = model, ddp_inside(model)
         self._watches: list[BackwardWatch] = []
         self.seen: GradientNorms | None = None
         """The norms at the end of the update's last backward; None: there was none, or it was not expected."""

@@ -16,9 +16,9 @@ from rollback.train.updates.wrappers import unwrap
 
 class Updates:
     """The updates between two step ends. It hooks the optimizer, and `step` and `update` of a GradScaler, if there
-    is one."""
+    is one. model: as the script calls it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module) -> None:
         self.on_begin: list[Callable[[bool | None], object]] = []
         """Called as the optimizer, or its scaler, begins: whether the script has written to the gradients since
         backward; None: not known."""
@@ -34,7 +34,7 @@ class Updates:
         self.in_training_mode = False
         """Whether the model was, as the newest update began."""
         self._optimizer, self._model = optimizer, model
-        self._inside = None if model is None else unwrap(model)
+        self._inside = unwrap(model)
         self._sensed = Gradients(optimizer, scaler, model)
         before_update(optimizer, self._before_update)
         self._scale_is_due = False
@@ -104,7 +104,7 @@ class Updates:
             self.gradients = self._sensed.seen
 
     def _begins(self) -> None:
-        self.in_training_mode = self._inside is not None and self._inside.training
+        self.in_training_mode = self._inside.training
         for act in self.on_begin:
             act(self._sensed.written)
 

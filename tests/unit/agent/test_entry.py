@@ -304,18 +304,22 @@ def test_the_first_failure_comes_first_and_ranks_that_torchrun_ended_come_last()
     assert told.failures[1].message is None
 
 
-def test_what_a_rank_left_in_its_error_file_is_handed_on(tmp_path: Path) -> None:
-    message = {"message": "ValueError: no such sample", "extraInfo": {"py_callstack": "...", "timestamp": "5"}}
+@pytest.mark.parametrize("short", [True, False])
+def test_what_a_rank_left_in_its_error_file_is_handed_on(short: bool, tmp_path: Path) -> None:
+    more = {"py_callstack": "...", "timestamp": "5"}
+    message = {"message": "ValueError: no such sample", "extraInfo": more, "shortage": short}
     left = tmp_path / "error.json"
     left.write_text(json.dumps({"message": message}))
     told = Failures.model_validate(
         describe(ChildFailedError("train.py", {0: failure(0, 1, at=5, error_file=str(left))}))
     )
     assert told.failures[0].message == "ValueError: no such sample"
+    assert told.shortage is short
 
 
 def test_another_error_of_torchrun_names_itself() -> None:
-    assert describe(RuntimeError("no\nrendezvous")) == {"error": "RuntimeError: no", "failures": []}
+    assert describe(RuntimeError("no\nrendezvous")) == {"error": "RuntimeError: no", "shortage": False, "failures": []}
+    assert describe(RuntimeError("can't start new thread"))["shortage"]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 10**4])

@@ -597,6 +597,8 @@ def test_who_was_killed_did_not_fail_by_himself(status: int, exitcodes: list[int
         ranks = (RankFailure(rank=n, pid=n + 1, exitcode=code, message=None) for n, code in enumerate(exitcodes))
         failures = Failures(error="ChildFailedError", failures=tuple(ranks))
     assert evidence(status=status, failures=failures).killed == killed
+    if failures is not None:
+        assert evidence(status=status, failures=failures.model_copy(update={"shortage": True})).killed
 
 
 class TestProgress:

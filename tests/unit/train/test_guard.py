@@ -1,5 +1,6 @@
 """What a guard is made with: refusals in their order, and what it keeps of where it is made."""
 
+import errno
 import gc
 import json
 import os
@@ -24,6 +25,8 @@ from rollback.errors import ExitCode, RollbackError, RunDoesNotFit, UsageError
 from rollback.facts.training import Committed, Dropped
 from rollback.inspect.ring.checkpoints import read_held
 from rollback.rundir.failures import read_failures
+from rollback.rundir.heartbeats import UnrecordedEnd, read_heartbeats
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.start import found_run
 from rollback.train.state import state
@@ -540,3 +543,26 @@ def test_a_guard_that_is_refused_when_it_has_attached_leaves_the_process_as_it_w
     require_ended(known)
     guard(tmp_path / "run", loader=READ_BY_INDEX).close()
     del kept
+
+
+@pytest.mark.parametrize(("how", "taken"), [("complete", 2), ("left", 1)])
+def test_how_training_ended_is_told_by_the_last_heartbeat_where_the_journal_cannot_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, taken: int
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    one = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 4)] * 2, run=tmp_path, max_steps=2)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for x in one:
+        one.observe(model(x).sum())
+        optimizer.step()
+        monkeypatch.setattr(Journal, "append", full)
+        if one.step + 1 == taken and how == "left":
+            break
+    one.close()
+    end = read_heartbeats(RunPaths(tmp_path).ranks)[0].unrecorded_end
+    why = os.strerror(errno.ENOSPC)
+    assert end == UnrecordedEnd(how=how, why=why, step=taken, batch=taken)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ if first:
     slots.claim(owned, folder)
 ranks.barrier()
 tier = FastTier(owned, ranks.rank, leads=first, here=[0, 1])
-snapshots = Snapshots(paths, ranks, 0, 1, tier)
+snapshots = Snapshots(paths, ranks, state.finite, 0, 1, tier)
 snapshots.fit_memory(state.image())
 snapshots.memory.use_slots(1)
 snapshots.await_ready(state.image())

@@ -296,7 +296,7 @@ def test_of_a_gradient_in_summands_each_counts_by_itself() -> None:
         mesh = init_device_mesh("cpu", (2,))
         model = nn.Linear(2, 1, bias=False)
         model.weight = nn.Parameter(DTensor.from_local(torch.ones(1, 2), mesh, [Replicate()], run_check=False))
-        gradients = Gradients(torch.optim.SGD(model.parameters()), None)
+        gradients = Gradients(torch.optim.SGD(model.parameters()), None, model)
         found = []
         for kind in (Replicate(), Partial()):
             model.weight.grad = DTensor.from_local(torch.tensor([[3.0, 4.0]]), mesh, [kind], run_check=False)

@@ -10,7 +10,7 @@ from rollback.train.data import rng
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.epoch_setters import EpochSetters
 from rollback.train.data.cursor.generators import Generators
-from rollback.wording import counted
+from rollback.wording import AdviceText, counted
 
 _T = TypeVar("_T")
 Indices = tuple[int, ...] | None
@@ -221,8 +221,8 @@ class Cursor(ABC):
         """Hash of what the sampler gave for the batch last returned by `next`; None without a sampler."""
         return None
 
-    def remarks(self) -> Iterable[tuple[str, str]]:
-        """What the user should know about this loader: pairs of a code and a sentence."""
+    def remarks(self) -> Iterable[AdviceText]:
+        """What the user should know about this loader."""
         return ()
 
     def unreadable(self, samples: Sequence[int]) -> list[int]:

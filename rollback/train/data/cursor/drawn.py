@@ -8,9 +8,9 @@ from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import Cursor, Indices, cannot_ask_again
 from rollback.train.data.cursor.digest import Digest
-from rollback.wording import filled
+from rollback.wording import AdviceText
 
-DRAWS_BESIDE = (
+DRAWS_BESIDE = AdviceText(
     "draws-beside-the-data",
     "'{name}' draws the batches, and something else in the loop draws random numbers on the CPU, too (an evaluation, "
     "dropout). Under a guard the batches have random states of their own, so that a batch is the same after a restart "
@@ -49,8 +49,8 @@ class DrawnCursor(Cursor):
         """The stream before the batch drawn last, and the digest of that batch."""
         self._drew_beside = self._is_lost = False
 
-    def remarks(self) -> Iterable[tuple[str, str]]:
-        return [filled(DRAWS_BESIDE, name=self._name)] if self._drew_beside else ()
+    def remarks(self) -> Iterable[AdviceText]:
+        return [DRAWS_BESIDE.of(name=self._name)] if self._drew_beside else ()
 
     def _open(self) -> None:
         if self._stream is None:

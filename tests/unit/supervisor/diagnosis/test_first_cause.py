@@ -292,17 +292,6 @@ def test_what_no_restart_mends_is_told_from_what_data_may_have_done(error: str, 
     assert found.mistake == mistake
 
 
-@pytest.mark.parametrize(
-    ("message", "short"),
-    [("Resource temporarily unavailable", True), ("can't start new thread", True), ("no such layer", False)],
-)
-def test_a_shortage_of_processes_is_told_from_what_the_script_raises(message: str, short: bool) -> None:
-    """It may be over at the next start, and says nothing of the script: it does not count among two failed starts."""
-    found = first_cause(evidence(), [raised(0, "RuntimeError", message)])
-    assert found is not None
-    assert found.is_shortage is short
-
-
 def test_what_did_not_fit_a_process_that_had_gone_back_is_for_the_next_start_to_decide() -> None:
     """Where no restart is allowed, nothing has to be mended before it, and whether the job fits is not known yet."""
     there, other = (first_cause(evidence(), [raised(0, error, "x")]) for error in (OF_ANOTHER_JOB, "ValueError"))

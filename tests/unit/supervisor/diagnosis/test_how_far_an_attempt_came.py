@@ -7,24 +7,24 @@ import pytest
 from recorded_run import incident, rollback_plan
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.facts.training import Committed, Restored
-from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
+from rollback.rundir.heartbeats import Heartbeat, UnrecordedEnd, write_heartbeat
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather
-from rollback.supervisor.diagnosis.outcome import HostOutcome, Unrecorded
+from rollback.supervisor.diagnosis.outcome import HostOutcome
 
 KEPT = LastSnapshotResult(
     attempt=1, reason="rank 1 is gone", checkpoint=None, step=None, rank=0, seconds=0.1, why_not="no", furthest=12
 )
 
 
-ENDED = Unrecorded(step=14, why="No space left on device", batch=14)
+ENDED = UnrecordedEnd(how="complete", why="No space left on device", step=14, batch=14)
 """What the journal did not take: training went on to its end behind the rollback."""
 
 
 @pytest.mark.parametrize(("kept", "unrecorded", "step"), [(KEPT, None, 12), (None, None, 8), (None, ENDED, 14)])
 def test_steps_that_a_rollback_has_undone_are_not_where_an_attempt_stood(
-    tmp_path: Path, kept: LastSnapshotResult | None, unrecorded: Unrecorded | None, step: int
+    tmp_path: Path, kept: LastSnapshotResult | None, unrecorded: UnrecordedEnd | None, step: int
 ) -> None:
     paths = RunPaths(tmp_path)
     journal = Journal(paths.train_journal, 1)

@@ -17,6 +17,7 @@ from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResu
 from rollback.config import Settings
 from rollback.errors import RunInUse, UsageError
 from rollback.facts.training import LastSnapshotMade
+from rollback.rundir.heartbeats import UnrecordedEnd
 from rollback.rundir.host_records import (
     SILENT_AFTER,
     RecordPublisher,
@@ -26,7 +27,7 @@ from rollback.rundir.host_records import (
     write_in_place,
 )
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal, Unrecorded
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import OwnNode, command_of, differences, membership, place_among_nodes
@@ -144,6 +145,10 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     assert whole.status == 1
     assert [failure.rank for failure in whole.failures.failures] == [1, 0, 2]
     assert whole.lost_nodes == ()
+    assert not whole.failures.shortage
+    short = failed(1, 1)
+    short = short.model_copy(update={"failures": short.failures.model_copy(update={"shortage": True})})
+    assert merged(failed(0, 1), {"node-1": short}).failures.shortage
     killed, raised = failed(1, -9), failed(0, 1)
     silent = killed.model_copy(update={"failures": killed.failures.with_ended({1, 2})})
     assert [failure.rank for failure in merged(silent, {"node-1": raised}).failures.failures] == [0, 1], "by its end"
@@ -156,7 +161,7 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     assert merged(HostOutcome(status=-9), {"node-1": torchrun}).torchrun_oom_killed
     refusal = Refusal(exit_code=78, message="another model")
     assert merged(HostOutcome(status=0), {"node-1": HostOutcome(status=0, refusal=refusal)}).refusal == refusal
-    unrecorded = Unrecorded(step=9, why="no space left")
+    unrecorded = UnrecordedEnd(how="complete", why="no space left", step=9, batch=9)
     assert (
         merged(HostOutcome(status=0), {"node-1": HostOutcome(status=0, unrecorded=unrecorded)}).unrecorded == unrecorded
     )

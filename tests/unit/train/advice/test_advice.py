@@ -40,6 +40,7 @@ from rollback.train.state.kept_values import KeptAttribute
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.optimizer import Updates
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
+from rollback.wording import Calls
 
 
 @dataclass
@@ -90,9 +91,31 @@ class Script:
             if number % self.accumulate == self.accumulate - 1:
                 self.update(model, optimizer)
         guard.close()
-        facts = facts_of(self.folder)
-        assert not any(isinstance(fact, Incident) for fact in facts)
-        return [fact.code for fact in facts if isinstance(fact, Advice)]
+        assert not facts_of(self.folder, Incident)
+        return codes_in(self.folder)
+
+
+def codes_in(folder: Path) -> list[str]:
+    """Codes of the advice in this run."""
+    return [fact.code for fact in facts_of(folder, Advice)]
+
+
+def train(
+    guard: rollback.Guard,
+    optimizer: Any,
+    loss_of: Callable[[Any], Tensor],
+    behind: Callable[[Any], object] = lambda x: None,
+    set_to_none: bool = True,
+) -> None:
+    """A script's loop, to its end. behind: what it does with a batch behind the update."""
+    for x in guard:
+        loss = loss_of(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        guard.observe(loss)
+        behind(x)
+    guard.close()
 
 
 def plain(loss: Tensor) -> None:
@@ -146,8 +169,7 @@ def guarded(folder: Path, batches: int, *, observing: int | None, stepping: bool
         if observing and number % observing == 0:
             guard.observe(loss)
     guard.close()
-    facts = facts_of(folder)
-    return [fact.code for fact in facts if isinstance(fact, Advice)]
+    return codes_in(folder)
 
 
 def test_a_loss_that_is_never_told_is_asked_for(tmp_path: Path) -> None:
@@ -185,8 +207,7 @@ def evaluated(folder: Path, *, over_guard: bool, accumulate: int = 1) -> list[st
         with torch.no_grad():
             assert all(model(x) is not None for x in (guard if over_guard else loader))
     guard.close()
-    facts = facts_of(folder)
-    return [fact.code for fact in facts if isinstance(fact, Advice)]
+    return codes_in(folder)
 
 
 def test_an_evaluation_that_takes_its_batches_from_the_guard_is_told(tmp_path: Path) -> None:
@@ -240,8 +261,7 @@ def handed(folder: Path, *names: str, shares: bool = True, moments: int = 0) -> 
         scheduler.step()
         guard.observe(loss)
     guard.close()
-    facts = facts_of(folder)
-    return [fact.code for fact in facts if isinstance(fact, Advice)]
+    return codes_in(folder)
 
 
 def test_a_script_that_hands_over_all_is_told_nothing(tmp_path: Path) -> None:
@@ -365,9 +385,7 @@ def test_an_optimizer_that_keeps_its_state_in_attributes_is_told_which(
     """What it measures, works with and refers to is none of it."""
     monkeypatch.setattr(kind, "keeps", keeps, raising=False)
     assert Script(tmp_path, plain, stepping(), optimizer=kind).codes() == ["optimizer-attributes"] * bool(named)
-    facts = facts_of(tmp_path)
-    told = [fact.text for fact in facts if isinstance(fact, Advice)]
-    assert all(f"changes {named} of the optimizer {kind.__name__}," in text for text in told)
+    assert all(f"changes {named} of the optimizer {kind.__name__}," in fact.text for fact in facts_of(tmp_path, Advice))
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "NAdam", "RAdam", "Adadelta", "Adagrad", "Adamax", "ASGD", "Rprop"])
@@ -448,16 +466,8 @@ def test_a_generator_deep_in_a_pipeline_is_named_only_where_the_pipeline_has_no_
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, run=tmp_path, max_steps=6)
-    for x in guard:
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        guard.observe(loss)
-        source.generator.random() if not has_state else None
-    guard.close()
-    said = facts_of(tmp_path)
-    assert [fact.code for fact in said if isinstance(fact, Advice)] == ["generator-not-kept"] * (not has_state)
+    train(guard, optimizer, lambda x: model(x).sum(), lambda x: None if has_state else source.generator.random())
+    assert codes_in(tmp_path) == ["generator-not-kept"] * (not has_state)
 
 
 @pytest.mark.parametrize("handed_over", [False, True])
@@ -470,18 +480,13 @@ def test_an_average_by_hand_that_was_not_handed_over_is_named(tmp_path: Path, fo
     guard = rollback.Guard(
         model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 6, run=tmp_path, **(others if handed_over else {})
     )
-    for x in guard:
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        guard.observe(loss)
-        if follows:
-            for name, item in model.named_parameters():
-                average[name].lerp_(item.detach(), 0.1)
-    guard.close()
-    codes = [fact.code for fact in facts_of(tmp_path, Advice)]
-    assert codes == ["copies-not-kept"] * (follows and not handed_over)
+
+    def follow(x: Tensor) -> None:
+        for name, item in model.named_parameters() if follows else ():
+            average[name].lerp_(item.detach(), 0.1)
+
+    train(guard, optimizer, lambda x: model(x).sum(), follow)
+    assert codes_in(tmp_path) == ["copies-not-kept"] * (follows and not handed_over)
 
 
 def test_an_average_that_is_in_no_variable_is_named_where_a_trainer_tells_of_it(tmp_path: Path) -> None:
@@ -497,10 +502,8 @@ def test_an_average_that_is_in_no_variable_is_named_where_a_trainer_tells_of_it(
         for mean, item in zip(held.average, model.parameters(), strict=True):
             mean.lerp_(item.detach(), 0.1)
     guard.close()
-    said = facts_of(tmp_path)
-    told = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "copies-not-kept"]
-    assert len(told) == 1
-    assert "writes to Average.held, " in told[0]
+    (told,) = [fact.text for fact in facts_of(tmp_path, Advice) if fact.code == "copies-not-kept"]
+    assert "writes to Average.held, " in told
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of")
@@ -535,16 +538,9 @@ def test_a_list_of_what_the_model_has_itself_is_no_copy_of_it(tmp_path: Path, he
     own = [item.detach() if held == "weights" else item.grad for item in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 6, run=tmp_path)
-    for x in guard:
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        guard.observe(loss)
-    guard.close()
+    train(guard, optimizer, lambda x: model(x).sum(), set_to_none=False)
     assert len(own) == 2
-    said = facts_of(tmp_path)
-    assert [fact.code for fact in said if isinstance(fact, Advice)] == []
+    assert codes_in(tmp_path) == []
 
 
 def test_modules_without_plain_values_may_be_among_the_variables_of_a_script(tmp_path: Path) -> None:
@@ -598,19 +594,16 @@ def test_a_module_beside_the_model_that_the_training_writes_to_is_named(
     others = {"beside": beside if handed_over is True else within} if handed_over and kind != "model" else {}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 6, run=tmp_path, **others)
-    for x in guard:
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        guard.observe(loss)
+
+    def follow(x: Tensor) -> None:
         if follows and kind == "average":
             beside.update_parameters(model)
         elif follows and kind in ("copy", "loss"):
             beside.follow(model)
-    guard.close()
-    codes = [fact.code for fact in facts_of(tmp_path, Advice)]
-    assert codes == ["copies-not-kept"] * (follows and not handed_over and kind in ("average", "copy", "loss"))
+
+    train(guard, optimizer, lambda x: model(x).sum(), follow)
+    named = follows and not handed_over and kind in ("average", "copy", "loss")
+    assert codes_in(tmp_path) == ["copies-not-kept"] * named
 
 
 class Cooling(nn.Module):
@@ -652,16 +645,9 @@ def test_a_number_of_a_module_that_goes_on_in_each_update_is_named(
     model = nn.Sequential(nn.Linear(2, 2), (HandsOut if kind == "hands out" else Cooling)(kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 12, run=tmp_path)
-    for x in guard:
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        guard.observe(loss)
-    guard.close()
-    told = facts_of(tmp_path, Advice)
-    assert [fact.code for fact in told] == ["numbers-not-kept"] * bool(named)
-    assert all(f"changes {named}, numbers" in fact.text for fact in told)
+    train(guard, optimizer, lambda x: model(x).sum())
+    assert codes_in(tmp_path) == ["numbers-not-kept"] * bool(named)
+    assert all(f"changes {named}, numbers" in fact.text for fact in facts_of(tmp_path, Advice))
 
 
 class Average:
@@ -702,17 +688,9 @@ def test_a_number_of_an_object_that_goes_on_in_each_update_and_is_not_in_its_sta
     guard = rollback.Guard(
         model=model, optimizer=optimizer, average=average, loader=[torch.ones(1, 2)] * 12, run=tmp_path
     )
-    for x in guard:
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update(model)
-        guard.observe(loss)
-    guard.close()
-    told = facts_of(tmp_path, Advice)
-    assert [fact.code for fact in told] == ["numbers-of-objects-not-kept"] * bool(named)
-    assert all(f"changes {named}, numbers" in fact.text for fact in told)
+    train(guard, optimizer, lambda x: model(x).sum(), lambda x: average.update(model))
+    assert codes_in(tmp_path) == ["numbers-of-objects-not-kept"] * bool(named)
+    assert all(f"changes {named}, numbers" in fact.text for fact in facts_of(tmp_path, Advice))
 
 
 class KeptNumber(KeptAttribute):
@@ -738,16 +716,9 @@ def test_a_number_of_a_module_that_is_put_back_is_not_named(tmp_path: Path) -> N
     guard = rollback.Guard(model=both, optimizer=optimizer, loader=[torch.ones(1, 2)] * 12, run=tmp_path)
     other.seen = 5
     guard.keep(seen=KeptNumber(model))
-    for x in guard:
-        loss = (model(x) + other(x)).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        guard.observe(loss)
-    guard.close()
-    said = facts_of(tmp_path)
-    (told,) = [fact.text for fact in said if isinstance(fact, Advice)]
-    assert "changes model.1.seen, numbers" in told
+    train(guard, optimizer, lambda x: (model(x) + other(x)).sum())
+    (told,) = facts_of(tmp_path, Advice)
+    assert "changes model.1.seen, numbers" in told.text
 
 
 @pytest.mark.parametrize("held", ["variable", "buffer", "view of a weight", "gradients", "batch", "read alone"])
@@ -766,19 +737,15 @@ def test_a_tensor_of_the_scripts_that_the_training_writes_to_is_named(tmp_path: 
     guard = rollback.Guard(
         model=model, optimizer=optimizer, loader=[x.clone() for _ in range(6)], run=tmp_path, **others
     )
-    for x in guard:
-        loss = (model(x) + queue.detach().sum()).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        guard.observe(loss)
+
+    def write(x: Tensor) -> None:
         if held == "batch":
             x.mul_(2)
         elif held in ("variable", "buffer"):
             queue[guard.step % 3] = x[0]
-    guard.close()
-    said = facts_of(tmp_path)
-    texts = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "variables-not-kept"]
+
+    train(guard, optimizer, lambda x: (model(x) + queue.detach().sum()).sum(), write, set_to_none=False)
+    texts = [fact.text for fact in facts_of(tmp_path, Advice) if fact.code == "variables-not-kept"]
     assert len(texts) == (held == "variable")
     assert all("writes to queue," in text for text in texts)
 
@@ -846,8 +813,7 @@ def test_what_the_training_depends_on_and_is_there_only_since_the_guard_was_made
         optimizer.zero_grad(set_to_none=False)
         guard.observe(loss)
     guard.close()
-    said = facts_of(tmp_path)
-    texts = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "variables-not-kept"]
+    texts = [fact.text for fact in facts_of(tmp_path, Advice) if fact.code == "variables-not-kept"]
     named = {"attribute": "held.mean"}.get(kind, kind) if kind not in ("logged", "handed over", "kept") else None
     assert len(texts) == bool(named)
     assert all(f"writes to {named}, tensors" in text for text in texts)
@@ -871,8 +837,7 @@ def test_a_batch_that_is_taken_at_the_end_of_a_turn_is_taken_again_and_not_named
         x = next(batches, None)
     assert guard.step == 6
     guard.close()
-    said = facts_of(tmp_path)
-    assert [fact.code for fact in said if isinstance(fact, Advice)] == []
+    assert codes_in(tmp_path) == []
 
 
 PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
@@ -1033,8 +998,9 @@ def told_of_scaled_clipping(optimizer: Any) -> str:
     for norm, _ in zip(norms(), range(advising._SCALED), strict=False):
         limit = 0.5 / 1024
         said = one.judge(replace(beat(norm, limit / norm), scale=1024.0), HEALTHY)
-    ((code, text),) = said
-    assert code == "clipped-while-scaled"
+    (advice,) = said
+    text = advice.in_words(Calls())
+    assert advice.code == "clipped-while-scaled"
     assert "{" not in text
     return text
 
@@ -1206,7 +1172,7 @@ def norms() -> Iterator[float]:
 def codes_of(advisor: Advisor, habit: Habit, kept: Callable[[float], float], updates: int, *verdicts: Verdict) -> list:
     told, advisor.habit = [*verdicts, *[HEALTHY] * updates][:updates], habit
     said = [advisor.judge(beat(norm, kept(norm)), verdict) for norm, verdict in zip(norms(), told, strict=False)]
-    return [code for code, _ in said[-1]]
+    return [advice.code for advice in said[-1]]
 
 
 def advisor(model: nn.Module, kind: Any = torch.optim.AdamW) -> Advisor:
@@ -1221,8 +1187,9 @@ WRITTEN, UNTOUCHED = Habit(1, written=True), Habit(1, written=False)
 def test_what_is_not_called_since_the_loss_measures_no_progress_is_told() -> None:
     beat = Beat(loss=1.0, grad_norm=1.0)
     verdict = Verdict(Kind.WATCH, 7, 3, "loss-high", advice="the loss has stood out since step 3")
-    ((code, text),) = advisor(nn.Linear(1, 1)).judge(beat, verdict)
-    assert code == "no-progress"
+    (said,) = advisor(nn.Linear(1, 1)).judge(beat, verdict)
+    text = said.in_words(Calls())
+    assert said.code == "no-progress"
     assert text.startswith("step 7: the loss has stood out since step 3")
     assert "Only what is far beyond all seen is called" in text
 
@@ -1276,11 +1243,11 @@ def test_no_advice_to_clip_otherwise(model: nn.Module, habit: Habit, verdicts: A
 
 def test_every_advice_says_what_to_do_and_no_placeholder_is_left() -> None:
     for given_as_it_is in (advising.CLIPPED_AFTER_STEP, PLAIN_EPOCH_LOOP):
-        assert "{" not in given_as_it_is[1]
+        assert "{" not in given_as_it_is.in_words(Calls())
     one = advisor(nn.Linear(1, 1))
     one._layers.heaviest, one.habit = "head", WRITTEN
     for norm, _ in zip(norms(), range(2 * advising._CLIPPED), strict=False):
         said = one.judge(beat(norm, 1 / norm), HEALTHY)
     layer = " The largest gradient is that of head."
-    text = advising.OFTEN_CLIPPED[1].format(share=1.0, count=300, limit=1.0, norm=6.25, layer=layer)
-    assert said == [("often-clipped", text)]
+    assert said == [advising.OFTEN_CLIPPED.of(share=1.0, count=300, limit=1.0, norm=6.25, layer=layer)]
+    assert "{" not in said[0].in_words(Calls())

@@ -16,6 +16,7 @@ from rollback.facts.training import Advice
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.advice.script_rates import ScriptRates
+from rollback.wording import Calls
 
 
 def told(updates: Sequence[tuple[int, int, float]], *schedulers: Any, before: float | None = None) -> str:
@@ -24,7 +25,7 @@ def told(updates: Sequence[tuple[int, int, float]], *schedulers: Any, before: fl
     for step, epoch, rate in updates:
         rates.note(step, epoch, rate, before, 0.1)
         before = rate
-    return "".join(text for _, text in rates.found)
+    return "".join(advice.in_words(Calls()) for advice in rates.found)
 
 
 class Cyclic:

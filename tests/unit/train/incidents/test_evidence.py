@@ -191,7 +191,7 @@ class Bench:
     def __init__(self, folder: Path, limit: int = 1 << 20) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.ones(4)) for name in ("first", "middle", "last")})
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.gradients = Gradients(self.optimizer, None)
+        self.gradients = Gradients(self.optimizer, None, self.model)
         self.paths = RunPaths(folder)
         run = AttachedRun(self.paths, Ranks(), Settings(), Recorder(self.paths, 1, is_rank_0=False), History())
         self.evidence = IncidentEvidence(run, self.model, limit)
@@ -397,7 +397,7 @@ def test_a_device_that_computes_no_norms_stops_no_plan_and_nothing_is_promised_o
 def sensed() -> tuple[nn.Sequential, torch.optim.Optimizer, Gradients]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, Gradients(optimizer, None)
+    return model, optimizer, Gradients(optimizer, None, model)
 
 
 def test_clipping_is_seen_by_its_factor_and_the_norm_is_that_before_it(sensed: Any) -> None:
@@ -440,7 +440,7 @@ def test_the_scale_of_a_gradient_scaler_is_taken_out_of_the_norm() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    gradients = Gradients(optimizer, scaler)
+    gradients = Gradients(optimizer, scaler, model)
     norms: list[Any] = []
     optimizer.register_step_pre_hook(lambda *_: norms.append(gradients.before_step()))
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
@@ -453,7 +453,7 @@ def test_the_scale_of_a_gradient_scaler_is_taken_out_of_the_norm() -> None:
 def test_sparse_gradients_have_norms_too() -> None:
     model = nn.Embedding(5, 3, sparse=True)
     optimizer = torch.optim.SparseAdam(list(model.parameters()))
-    gradients = Gradients(optimizer, None)
+    gradients = Gradients(optimizer, None, model)
     model(torch.tensor([1, 1, 2])).sum().backward()
     assert gradients.before_step().total.item() == pytest.approx(math.sqrt(3 * 4 + 3))  # type: ignore[union-attr]
 

@@ -34,6 +34,7 @@ from rollback.train.state.image import Image
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.optimizer import Updates
+from rollback.wording import AdviceText
 
 NAN = float("nan")
 
@@ -47,7 +48,7 @@ class Steps:
         for directory in (self.paths.ring, self.paths.ranks):
             directory.mkdir(parents=True)
         self.record = record = Recorder(self.paths, 1, is_rank_0=True)
-        self.snapshots = Snapshots(self.paths, ranks, 0, 1)
+        self.snapshots = Snapshots(self.paths, ranks, FiniteCheck((), repr), 0, 1)
         self.catalogue = Catalogue(settings.probation)
         run = AttachedRun(self.paths, ranks, settings, record, History())
         self.checkpoints = CheckpointManager(run, self.snapshots, self.catalogue)
@@ -240,7 +241,7 @@ def test_observing_only_decides_nothing(tmp_path: Path) -> None:
 
 def test_advice_is_given_once(steps: Steps) -> None:
     for _ in range(3):
-        steps.record.advise(("code", "do it otherwise"))
+        steps.record.advise(AdviceText("code", "do it otherwise"))
     assert len(steps.facts(Advice)) == 1
 
 

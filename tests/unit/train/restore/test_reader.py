@@ -22,6 +22,7 @@ from rollback.train.restore.restore import restore
 from rollback.train.sharded import local_of
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.state import TrainingState
 
 
@@ -56,7 +57,7 @@ def test_a_checkpoint_is_verified_with_all_of_them(place: str, tmp_path: Path, m
     paths = RunPaths(tmp_path / "run")
     paths.ring.mkdir(parents=True)
     saved, ranks = state_of(1), Ranks()
-    snapshots = Snapshots(paths, ranks, 0, 1, tier)
+    snapshots = Snapshots(paths, ranks, FiniteCheck((), repr), 0, 1, tier)
     snapshots.fit_memory(saved.image())
     snapshots.memory.use_slots(0 if tier is None else 1)
     snapshots.await_ready(saved.image())
@@ -101,7 +102,7 @@ def test_where_each_rank_has_its_shard_alone_all_are_told_of_what_is_not_sharded
         saved, back, ranks, paths = sharded(1), sharded(2), OnManyHosts(), RunPaths(tmp_path / "run")
         owned = slots.tier_of(tmp_path, "0123456789abcdef")
         slots.claim(owned, tmp_path)
-        snapshots = Snapshots(paths, ranks, 0, 1, FastTier(owned, 0, leads=True, here=[0]))
+        snapshots = Snapshots(paths, ranks, FiniteCheck((), repr), 0, 1, FastTier(owned, 0, leads=True, here=[0]))
         snapshots.fit_memory(saved.image())
         snapshots.memory.use_slots(1)
         snapshots.await_ready(saved.image())

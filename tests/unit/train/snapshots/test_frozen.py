@@ -19,6 +19,7 @@ from rollback.train.restore.restore import RestoreOutcome, restore
 from rollback.train.snapshots import frozen as module
 from rollback.train.snapshots.in_flight import Landing
 from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.state import TrainingState
 
 LARGE = 600  # 600 x 600 float32: more than LEAST
@@ -48,7 +49,7 @@ class OneRank:
     def __init__(self, folder: Path) -> None:
         self.paths, self.ranks = RunPaths(folder), Ranks()
         self.paths.ring.mkdir(parents=True)
-        self.snapshots = Snapshots(self.paths, self.ranks, 0, 1)
+        self.snapshots = Snapshots(self.paths, self.ranks, FiniteCheck((), repr), 0, 1)
 
     def take(self, state: TrainingState, step: int) -> Landing:
         if self.snapshots.memory.outgrown:

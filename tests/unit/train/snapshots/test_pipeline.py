@@ -20,6 +20,7 @@ from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Landing, Snapshots
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state.image import Image
+from rollback.train.state.nonfinite import FiniteCheck
 
 
 def start(snapshots: Snapshots, image: Image, step: int) -> str:
@@ -37,7 +38,7 @@ class TwoRanks:
         for rank in range(2):
             one = Ranks()
             one.rank, one.world_size = rank, 2
-            self.ranks.append(Snapshots(self.paths, one, 0, 1, fast[rank]))
+            self.ranks.append(Snapshots(self.paths, one, FiniteCheck((), repr), 0, 1, fast[rank]))
         self.weights = torch.arange(6.0)
         self.image = Image({"$tensor": "w"}, {"$tensor": "l"}, {"w": self.weights}, {"l": torch.ones(2)})
 
@@ -132,7 +133,7 @@ def test_a_fast_tier_that_fails_while_it_is_waited_for_is_left_for_its_own_reaso
     (tmp_path / "closed").touch()
     fast = FastTier(slots.SlotPaths(tmp_path / "closed" / "slots"), 0, leads=True, here={0})
     fast.resize(1)
-    one = Snapshots(RunPaths(tmp_path / "run"), Ranks(), 0, 1, fast)
+    one = Snapshots(RunPaths(tmp_path / "run"), Ranks(), FiniteCheck((), repr), 0, 1, fast)
     try:
         image = Image({}, {}, {"w": torch.ones(2)}, {})
         assert os.strerror(errno.ENOTDIR) in one.await_ready(image)

@@ -36,6 +36,7 @@ from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.start import attach, found_run
 from rollback.train.start.found_run import InSlot, common, is_enough, read_run
+from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.state import TrainingState
 
 SLOT = 0
@@ -110,7 +111,7 @@ class TwoHosts:
     def _save(self, rank: int) -> str:
         ranks, image = self.ranks[rank], self.saved[rank].image()
         tier = FastTier(self.tiers[rank], rank, leads=True, here=[rank])
-        snapshots = Snapshots(self.paths, ranks, 0, 1, tier)
+        snapshots = Snapshots(self.paths, ranks, FiniteCheck((), repr), 0, 1, tier)
         snapshots.fit_memory(image)
         snapshots.memory.use_slots(1)
         snapshots.await_ready(image)

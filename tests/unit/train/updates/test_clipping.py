@@ -65,7 +65,7 @@ def test_an_update_that_is_clipped_reads_its_gradients_once(
     groups: Callable[[nn.Module], Any], where: str, passes: list[int]
 ) -> None:
     model, optimizer = trained(groups)
-    updates = Updates(optimizer, None, model if where == "device" else None)  # else in the optimizer's order
+    updates = Updates(optimizer, None, model)
     compared_at = 3 if where == "device" else 0
     for update in range(6):
         optimizer.zero_grad()
@@ -138,7 +138,7 @@ def test_gradients_that_the_script_has_changed_are_read_again(
     change: Callable[[nn.Module], None], measured: str, passes: list[int]
 ) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     backward(model)
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # the first time, torch computes it in any case
     if measured == "at clipping":
@@ -210,7 +210,7 @@ def test_whatever_is_clipped_in_each_update_its_norm_is_that_of_what_was_clipped
     passes: list[int],
 ) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     clip_some_updates(model, optimizer, updates)
     for handled in (first, second, third):
         optimizer.zero_grad()
@@ -225,7 +225,7 @@ def test_whatever_is_clipped_in_each_update_its_norm_is_that_of_what_was_clipped
 
 def test_a_script_that_clips_in_two_ways_by_turns_is_measured_before_either(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     for handled in (clip, clip_by_hand) * 3:
         optimizer.zero_grad()
         backward(model)
@@ -237,7 +237,7 @@ def test_a_script_that_clips_in_two_ways_by_turns_is_measured_before_either(pass
 
 def test_gradients_that_are_scaled_once_more_behind_clipping_are_smaller_by_both_factors(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     clip_some_updates(model, optimizer, updates)
     optimizer.zero_grad()
     backward(model)
@@ -251,7 +251,7 @@ def test_gradients_that_are_scaled_once_more_behind_clipping_are_smaller_by_both
 @pytest.mark.parametrize("once_more", [0.5, math.inf])  # Inf: to log what is left
 def test_an_update_that_is_clipped_twice_is_told_as_before_the_first(once_more: float, passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     for _ in range(6):
         optimizer.zero_grad()
         backward(model)
@@ -266,7 +266,7 @@ def test_an_update_that_is_clipped_twice_is_told_as_before_the_first(once_more: 
 
 def test_the_tensor_with_a_nan_is_named_though_clipping_spreads_it_twice(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     clip_some_updates(model, optimizer, updates)
     optimizer.zero_grad()
     backward(model)
@@ -300,7 +300,7 @@ def test_an_update_that_comes_before_it_is_expected_is_told_as_before_clipping(
 
 def test_a_backward_behind_clipping_makes_gradients_that_are_measured_anew(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     clip_some_updates(model, optimizer, updates)
     for awaited in (True, False):
         optimizer.zero_grad()
@@ -317,7 +317,7 @@ def test_a_backward_behind_clipping_makes_gradients_that_are_measured_anew(passe
 
 def test_another_model_is_clipped_by_itself_and_together_with_this_one(passes: list[int]) -> None:
     (model, optimizer), (other, _) = trained(in_order), trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     clip_some_updates(model, optimizer, updates)
     optimizer.zero_grad()
     backward(model)
@@ -338,7 +338,7 @@ def test_behind_backward_too_gradients_of_another_model_are_not_among_those_that
     passes: list[int],
 ) -> None:
     (model, optimizer), (other, _) = trained(in_order), trained(in_order)
-    _kept = Updates(optimizer, None)
+    _kept = Updates(optimizer, None, model)
     backward(model)
     clip(model)  # the first time, torch computes it in any case
     optimizer.zero_grad()
@@ -356,7 +356,7 @@ class Scaler:
 def test_a_scaler_that_comes_later_is_heeded_from_its_second_update_on(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
     scaler = Scaler()
-    updates = Updates(optimizer, scaler)
+    updates = Updates(optimizer, scaler, model)
     clip_some_updates(model, optimizer, updates)
     scaler._scale = torch.tensor(8.0)
     for _ in range(2):
@@ -378,7 +378,7 @@ class NormOfShards(Tensor):
 
 def test_a_norm_that_was_not_lent_is_not_asked_for_its_value(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     clip_some_updates(model, optimizer, updates)
     backward(model)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(4.0).as_subclass(NormOfShards))
@@ -386,7 +386,7 @@ def test_a_norm_that_was_not_lent_is_not_asked_for_its_value(passes: list[int]) 
 
 def test_a_nan_is_seen_before_clipping_has_spread_it(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     clip_some_updates(model, optimizer, updates)
     optimizer.zero_grad()
     backward(model)
@@ -563,7 +563,7 @@ def test_where_torch_computes_in_another_way_it_does_so_itself(
     dtype: torch.dtype, asked: dict[str, Any], passes: list[int]
 ) -> None:
     model, optimizer = trained(in_order, dtype)
-    _kept = Updates(optimizer, None)
+    _kept = Updates(optimizer, None, model)
     backward(model)
     expected = nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()], **asked)  # type: ignore[union-attr]
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, **asked)
@@ -574,7 +574,7 @@ def test_where_torch_computes_in_another_way_it_does_so_itself(
 
 def test_what_the_script_does_to_the_norm_that_it_got_stays_its_own(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     for _ in range(2):
         optimizer.zero_grad()
         backward(model)
@@ -596,7 +596,7 @@ def test_norms_of_tensors_are_told_apart_where_one_is_not_finite(spoilt: float) 
 
 def test_a_part_of_the_gradients_may_be_clipped_alone(where: str, passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    _kept = Updates(optimizer, None)
+    _kept = Updates(optimizer, None, model)
     for _ in range(2):
         optimizer.zero_grad()
         backward(model)
@@ -608,7 +608,7 @@ def test_a_part_of_the_gradients_may_be_clipped_alone(where: str, passes: list[i
 
 def test_a_norm_that_is_not_finite_raises_as_in_torch_and_the_tensor_is_still_named(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     backward(model, float("inf"))
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
@@ -622,7 +622,7 @@ def test_nothing_is_lent_once_torch_has_computed_another_norm(
     passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = trained(in_order)
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
 
     def wrong(gradients: Any) -> Tensor:
         return torch.ones(())
@@ -653,7 +653,7 @@ def test_a_compiled_clipping_has_no_break_in_its_graph() -> None:
     except Unsupported:
         pytest.skip("this torch cannot compile a clipping, with a guard or without")
     torch._dynamo.reset()
-    _kept = Updates(optimizer, None)
+    _kept = Updates(optimizer, None, model)
     backward(model)
     expected = nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()])  # type: ignore[union-attr]
     assert torch.allclose(compiled_clipping(model)(), expected)

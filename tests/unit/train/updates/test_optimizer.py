@@ -19,7 +19,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_an_update_is_noticed_and_forgotten() -> None:
     model, optimizer = model_and_optimizer()
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     model(torch.ones(1, 2)).sum().backward()
     assert not updates.happened
     optimizer.step()
@@ -32,7 +32,7 @@ def test_an_update_is_noticed_and_forgotten() -> None:
 def test_what_the_scaler_drops_is_no_update() -> None:
     model, optimizer = model_and_optimizer()
     scaler = torch.amp.GradScaler("cpu")
-    updates = Updates(optimizer, scaler)
+    updates = Updates(optimizer, scaler, model)
     scaler.scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -47,9 +47,9 @@ def test_what_the_scaler_drops_is_no_update() -> None:
 
 
 def test_another_optimizer_of_the_same_scaler_does_not_count() -> None:
-    (_, optimizer), (other_model, other) = model_and_optimizer(), model_and_optimizer()
+    (model, optimizer), (other_model, other) = model_and_optimizer(), model_and_optimizer()
     scaler = torch.amp.GradScaler("cpu")
-    updates = Updates(optimizer, scaler)
+    updates = Updates(optimizer, scaler, model)
     scaler.scale(other_model(torch.ones(1, 2)).sum()).backward()
     scaler.step(other)
     assert not updates.happened
@@ -76,7 +76,7 @@ def test_of_gradients_that_the_script_has_summed_behind_the_backward_the_norm_is
 @pytest.mark.parametrize("by_name", [True, False])
 def test_with_a_closure_the_norm_is_of_the_gradients_that_it_made(by_name: bool) -> None:
     model, optimizer = model_and_optimizer()
-    updates = Updates(optimizer, None)
+    updates = Updates(optimizer, None, model)
     for factor in (1.0, 3.0):
 
         def closure(factor: float = factor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_with_a_closure_the_norm_is_of_the_gradients_that_it_made(by_name: bool)
 def test_of_a_closure_that_runs_several_times_the_first_gradient_counts() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
-    updates, norms = Updates(optimizer, None), []
+    updates, norms = Updates(optimizer, None, model), []
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

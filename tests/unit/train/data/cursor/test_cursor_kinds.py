@@ -885,7 +885,7 @@ def test_a_script_that_draws_beside_its_data_is_told_so_at_once() -> None:
     assert not list(cursor.remarks())
     random.random()
     drive(cursor, 1)
-    assert [code for code, _ in cursor.remarks()] == ["draws-beside-the-data"]
+    assert [remark.code for remark in cursor.remarks()] == ["draws-beside-the-data"]
 
 
 def test_a_dataloader_says_how_it_reads() -> None:
