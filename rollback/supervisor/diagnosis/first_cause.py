@@ -44,7 +44,7 @@ _OF_CODE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundErro
 """Exceptions that no data bring about."""
 
 _SHORTAGES = (
-    "Resource temporarily unavailable", "can't start new thread", "join thread before it is started", "ForkServerGone",
+    "Resource temporarily unavailable", "can't start new thread", "join thread before it is started", "RankNotForked",
 )  # fmt: skip
 """Where a process or a thread is refused; the third is what torchrun raises as it tidies up behind that."""
 
