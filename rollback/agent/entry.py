@@ -41,7 +41,7 @@ from rollback.agent.overrides import (
     note_whom_torchrun_ends,
     read_arguments,
 )
-from rollback.agent.shortage import ForkServerGone, is_of_shortage
+from rollback.agent.shortage import RankNotForked, is_of_shortage
 from rollback.environment import ENV_PRELOAD, ENV_STANDBY, ENV_TORCHRUN
 from rollback.errors import UsageError
 from rollback.instructions import Instructions
@@ -202,7 +202,11 @@ def main() -> None:
         import_ahead()
         # Before anything starts a thread, what is ignored ignored. A rank leaves through this line when its script has
         # ended, and Python then waits for its children: no handler that is torchrun's may stand around it.
-        server = ForkServer()
+        try:
+            server = ForkServer()
+        except RankNotForked as error:
+            _tell_supervisor(instructions.failures, describe(error))
+            _leave_at_once(1)
     _run(arguments, instructions, stopping, server, patience_is_given)
 
 
@@ -231,7 +235,7 @@ def _run(
             _refuse(instructions, str(error) or f"{type(error).__name__} before any rank was started")
         told = describe(error, sent)
         _tell_supervisor(instructions.failures, told)
-        if not told["failures"] and not isinstance(error, ForkServerGone):
+        if not told["failures"] and not isinstance(error, RankNotForked):
             raise
         _leave_at_once(1)  # the supervisor says in a line what a traceback says in forty
     finally:

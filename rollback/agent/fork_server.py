@@ -18,6 +18,7 @@ scripts that rely on that. Modules (-m) and programs are started by torchrun as 
 import builtins
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import io
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import rollback
-from rollback.agent.shortage import ForkServerGone, is_of_shortage
+from rollback.agent.shortage import RankNotForked, is_of_shortage
 from rollback.instructions import FORK_SERVER
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
@@ -76,15 +77,30 @@ def name_this_process(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
+def _fork() -> int:
+    """As `os.fork`; the negative errno where the system refuses (`ulimit -u`, a container's limit, no memory)."""
+    try:
+        return os.fork()
+    except OSError as error:
+        return -(error.errno or errno.EAGAIN)
+
+
+def _refused(number: int) -> RankNotForked:
+    hint = "raise the limit of processes (ulimit -u, or the container's pids), or make room in memory"
+    return RankNotForked(f"forking a rank: {os.strerror(-number)}; {hint}")
+
+
 class ForkServer:
-    """The process that forks ranks. Make it in the main thread, with everything imported, before any thread starts."""
+    """The process that forks ranks. Make it in the main thread, with everything imported, before any thread starts.
+    Raises RankNotForked."""
 
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settle_objects()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # torchrun's handler must not run in the child
-        is_child = os.fork() == 0
+        server = _fork()
+        is_child = server == 0
         if is_child:
             for number in _STOPS:
                 signal.signal(number, signal.SIG_IGN)  # it ends with torchrun's process, whatever is sent to the group
@@ -92,11 +108,13 @@ class ForkServer:
         if is_child:
             ours.close()
             _serve(theirs)
+        if server < 0:
+            raise _refused(server)
         theirs.close()
         self._socket = ours
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> "ForkedRank":
-        """A rank that runs `arguments` (script first). Raises ForkServerGone."""
+        """A rank that runs `arguments` (script first). Raises RankNotForked."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         folder = os.open(".", os.O_RDONLY)  # the script's arguments may name files relative to it
         sheet = os.memfd_create("rank")  # arguments and environment may be larger than a message can be
@@ -105,16 +123,18 @@ class ForkServer:
                 file.write(request)
             with contextlib.suppress(ConnectionError):
                 socket.send_fds(self._socket, [b"fork"], [stdout, stderr, folder, sheet])
-                if answer := self._socket.recv(64):
-                    return ForkedRank(int(answer))
+                if answer := int(self._socket.recv(64) or 0):
+                    if answer < 0:
+                        raise _refused(answer)
+                    return ForkedRank(answer)
         finally:
             os.close(folder)
             os.close(sheet)
         # A rank may exist all the same, so it is not started in another way.
-        raise ForkServerGone("a process that was forking a rank was killed, or its fork failed")
+        raise RankNotForked("a process that was forking a rank was killed")
 
     def start_script(self, arguments: Sequence[str]) -> "ForkedRank":
-        """Not a rank, but what else has to be there at once. Raises ForkServerGone."""
+        """Not a rank, but what else has to be there at once. Raises RankNotForked."""
         return self.start(arguments, os.environ, 1, 2)
 
 
@@ -182,9 +202,9 @@ def _serve(requests: socket.socket) -> None:
         if not asked:
             os._exit(0)
         reader, writer = os.pipe()
-        if (between := os.fork()) == 0:
+        if (between := _fork()) == 0:
             between = os.getpid()
-            if (pid := os.fork()) != 0:
+            if (pid := _fork()) != 0:
                 os.write(writer, str(pid).encode())
                 os._exit(0)
             while os.getppid() == between:  # whose end a script must not take for torchrun's
@@ -199,7 +219,10 @@ def _serve(requests: socket.socket) -> None:
                 file.seek(0)
                 request = json.load(file)
             _be_rank(request, descriptors)
-        os.waitpid(between, 0)  # from here on the rank is the child of torchrun's process
+        if between > 0:
+            os.waitpid(between, 0)  # from here on the rank is the child of torchrun's process
+        else:
+            os.write(writer, str(between).encode())
         os.close(writer)
         with contextlib.suppress(ConnectionError):  # it was killed meanwhile: there will be no other request
             requests.send(os.read(reader, 64))

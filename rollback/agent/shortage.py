@@ -10,14 +10,14 @@ _STARTING = ("subprocess", "multiprocessing.popen_fork", "multiprocessing.util")
 """Modules of Python's own that start processes. Beside them EAGAIN says of a file or a socket that it is not ready."""
 
 
-class ForkServerGone(OSError):
-    """A rank could not be forked: the fork server, or its child that was forking the rank, was killed."""
+class RankNotForked(OSError):
+    """The fork server, or its child that was forking the rank, was killed, or the system refused another process."""
 
 
 def is_of_shortage(error: BaseException | None) -> bool:
     """Also where it was raised because of such an exception, or while that was handled, as torchrun tidies up."""
     while error is not None:
-        if isinstance(error, ForkServerGone) or (isinstance(error, RuntimeError) and str(error) in _REFUSED):
+        if isinstance(error, RankNotForked) or (isinstance(error, RuntimeError) and str(error) in _REFUSED):
             return True
         if isinstance(error, BlockingIOError) and _module(error.__traceback__) in _STARTING:
             return True

@@ -28,7 +28,8 @@ def start_thread(thread: threading.Thread) -> None:
 def _refused(name: str, error: RuntimeError) -> RollbackError:
     return RollbackError(
         f"starting a thread ({name}): {error}",
-        hint="raise the limit of processes, of which each thread is one: ulimit -u, or the container's (pids)",
+        hint="raise the limit of processes, of which each thread is one (ulimit -u, or the container's pids), or that "
+        "of memory (ulimit -v), where each has its stack",
     )
 
 

@@ -196,10 +196,19 @@ def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
     place = paths.place_of_ring(fact.place) if fact else None
     history = past.history
     put_aside = fact is not None and fact.checkpoint in history.discarded | history.left_run_directory  # on purpose
-    is_there = fact is None or put_aside or "://" in fact.place or paths.checkpoint(fact.checkpoint).exists()
+    is_there = fact is None or put_aside or "://" in fact.place or not _is_gone(paths.checkpoint(fact.checkpoint))
     return Durable(
         place=place, **fields_of(fact, "checkpoint", "step"), at=at, trouble=past.undrained, is_there=is_there
     )
+
+
+def _is_gone(checkpoint: Path) -> bool:
+    """Where this user may not look, nobody says so: that the ring cannot be read is a notice."""
+    try:
+        os.stat(checkpoint)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False
 
 
 def _work(paths: RunPaths, past: RunRecord, state: RunState, point: Point | None, now: Now) -> Work | None:

@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from warm_server import run_warm
 
-TORCHRUN = """
+PRELOADED = """
 import json, os, signal
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,12 @@ from rollback.agent import entry
 from rollback.environment import ENV_PRELOAD, ENV_TORCHRUN
 from rollback.instructions import Instructions
 
+given = Instructions(
+    supervisor=os.getppid(), refusal="refusal", failures="failures", guard="guard", run_id="run", restarts=0, grace=1.0
+)
+os.environ |= {ENV_TORCHRUN: json.dumps(asdict(given)), ENV_PRELOAD: "1"}
+"""
+TORCHRUN = """
 class Killed(entry.ForkServer):
     def __init__(self):
         before = children()
@@ -25,10 +32,6 @@ class Killed(entry.ForkServer):
 def children():
     return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
 
-given = Instructions(
-    supervisor=os.getppid(), refusal="refusal", failures="failures", guard="guard", run_id="run", restarts=0, grace=1.0
-)
-os.environ |= {ENV_TORCHRUN: json.dumps(asdict(given)), ENV_PRELOAD: "1"}
 entry.ForkServer = Killed
 entry.main()
 """
@@ -37,13 +40,40 @@ entry.main()
 def test_a_fork_server_that_was_killed_is_told_in_the_report_and_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = run_warm(
-        [sys.executable, "-c", TORCHRUN, "--standalone", "--nproc-per-node=1", "train.py"],
+        [sys.executable, "-c", PRELOADED + TORCHRUN, "--standalone", "--nproc-per-node=1", "train.py"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout
     assert "Traceback" not in done.stdout
     told = json.loads((tmp_path / "failures").read_text())
     assert "a process that was forking a rank was killed" in told["error"]
+
+
+REFUSED = """
+import errno, itertools
+def refused(counted=itertools.count(1), fork=os.fork):
+    if next(counted) == {number}:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+os.fork = refused  # each process goes on counting from where it was forked
+entry.main()
+"""
+
+
+@pytest.mark.parametrize("number", [1, 2, 3], ids=["the server", "between", "the rank"])
+def test_a_fork_that_the_system_refuses_is_told_with_its_reason_and_without_a_traceback(
+    tmp_path: Path, number: int
+) -> None:
+    """As under `ulimit -u`, which does not bind root."""
+    (tmp_path / "train.py").write_text("")
+    done = run_warm(
+        [sys.executable, "-c", PRELOADED + REFUSED.format(number=number), "--standalone", "train.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "Traceback" not in done.stdout
+    told = json.loads((tmp_path / "failures").read_text())
+    assert "forking a rank: Resource temporarily unavailable; raise the limit of processes (ulimit -u" in told["error"]
 
 
 KILLED = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollback.agent.shortage import ForkServerGone, is_of_shortage
+from rollback.agent.shortage import RankNotForked, is_of_shortage
 
 REFUSED = """
 import multiprocessing, os, resource, subprocess, threading
@@ -48,7 +48,7 @@ def test_what_the_system_refuses_for_want_of_a_process_or_a_thread_is_a_shortage
     told = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True).stdout
     assert [line.split()[0] for line in told.splitlines()] == ["True"] * 6, told
     assert "cannot join thread before it is started" in told.splitlines()[-1]
-    assert is_of_shortage(ForkServerGone())
+    assert is_of_shortage(RankNotForked())
 
 
 def lock_twice(folder: Path) -> None:

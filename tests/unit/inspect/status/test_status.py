@@ -317,6 +317,15 @@ def test_the_place_of_the_durable_ring_works_from_anywhere(
     assert durable.is_there, "a URL is not asked"
 
 
+def test_a_ring_that_this_user_may_not_look_into_is_said_and_not_that_its_checkpoint_is_gone(run: RecordedRun) -> None:
+    run.tell(21, Drained(checkpoint=C1, step=20, place=str(run.paths.ring), bytes=1, seconds=0.1))
+    run.paths.ring.symlink_to("y" * 300)  # the system refuses to look, as it does below a directory that is closed
+    status = read_status(run.paths.root)
+    assert status.durable
+    assert status.durable.is_there
+    assert any(line.startswith("which checkpoints there are cannot be told") for line in status.notices)
+
+
 def test_an_older_checkpoint_that_is_copied_behind_a_newer_one_does_not_take_its_place(run: RecordedRun) -> None:
     """As when a run is stopped: the newest one is copied first, then the newest good one."""
     for at, name, step in ((21, C1, 20), (22, C0, 0)):
