@@ -150,7 +150,8 @@ class TrainingLoop:
         self.last_snapshot.leave()
         if not step.heartbeat.activity.script_failed:
             self.prober.abandon()
-            self.training_end.close(changed=step.updated, judge=None if self.run.ranks.distributed else self._end_step)
+            judge, told = None if self.run.ranks.distributed else self._end_step, self.requests.stop.script_was_told
+            self.training_end.close(changed=step.updated, told=told, judge=judge)
         self.pulse.close()
         end = self.training_end
         step.heartbeat.end(in_hand=raised is not None, unrecorded=end.unrecorded, ended_as=end.ended_as)
