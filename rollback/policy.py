@@ -20,8 +20,9 @@ The rules, in order:
    too. What a screen has let through, or is so early that nobody knows what is good, gets a window that is cut down to
    half of what is left, from the onset on. If the way to the detection costs too much too, or if the answers to this
    trouble would undo more than `max_undone` updates together, the run stops: BigScience's 104B run skipped 750, 1,849
-   and 2,850 iterations in turn and diverged all the same. Where `lr_after` is set, a repeat is replayed with a lower
-   learning rate before that, and nothing more is skipped. Each further repeat lowers it again, down to `LEAST_RATE`.
+   and 2,850 iterations in turn and diverged all the same. So it does behind `MOST_ANSWERS`. Where `lr_after` is set, a
+   repeat is replayed with a lower learning rate before that, and nothing more is skipped. Each further repeat lowers it
+   again, down to `LEAST_RATE`.
 
 A window covers whole optimizer steps, so gradient accumulation keeps its phase. Where an epoch is not a whole number of
 updates, scripts make a shorter update of the rest, and most find the end of the epoch by counting batches. A window
@@ -45,6 +46,11 @@ and what it learns in the middle of a bad stretch makes good batches stand out."
 LEAST_RATE = 0.01
 """No answer lowers the learning rate to less than this share of the script's: what a hundredth of it does not cure, a
 lower one does not either. It bounds these answers, which `max_skipped` and `max_undone` do not."""
+
+MOST_ANSWERS = 20
+"""Harder answers to one trouble. Each has a window half as long again as what was skipped before it. Where each undoes
+hardly an update, and `max_skipped` allows all, a script whose loss is NaN in each batch would skip its data for ever.
+"""
 
 AT_ONCE = 5
 """Updates behind a window within which a trouble is the same stretch of bad data. An onset may be some steps late."""
@@ -263,8 +269,16 @@ class _Trouble:
         if self.action == "retry":
             return _Answer("retry", reason, target)
         answer = self._skip(target, reason)
-        if answer.action == "rollback" and back is not None and undone > self.settings.max_undone:
-            return _Answer("stop", _structural(back, undone, self.settings), target, giving_up="structural")
+        if answer.action == "rollback" and back is not None:
+            limit = ""
+            if undone > (most := self.settings.max_undone):
+                limit = (
+                    f"the answers to this trouble would undo {undone} updates together, and max_undone allows {most}"
+                )
+            elif self.escalation > MOST_ANSWERS:
+                limit = f"this trouble came back behind {self.escalation} windows, though each was longer"
+            if limit:
+                return _Answer("stop", _structural(back, limit, self.settings), target, giving_up="structural")
         return answer
 
     def _lowered(self) -> tuple[float, int] | None:
@@ -329,12 +343,11 @@ class _Trouble:
 _OLDEST = "the oldest good checkpoint"
 
 
-def _structural(back: Planned, undone: int, settings: Settings) -> str:
+def _structural(back: Planned, limit: str, settings: Settings) -> str:
     # Answers that a suspected sample excused are not among the harder ones.
     without_progress = "; if the loss need not go down, as in reinforcement learning, say so: --objective rl"
     again = f"{back.escalation + 1} rollbacks" if back.escalation else "going back"
     return (
-        f"the answers to this trouble would undo {undone} updates together, and max_undone allows "
-        f"{settings.max_undone}; {again} did not cure it, so the cause is not in the skipped data: look at the "
+        f"{limit}; {again} did not cure it, so the cause is not in the skipped data: look at the "
         f"learning rate, the precision, the model or the code{without_progress if settings.objective == 'auto' else ''}"
     )

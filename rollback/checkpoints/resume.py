@@ -114,7 +114,9 @@ def beyond_the_record(history: History, taken: Iterable[Manifest]) -> list[str]:
 
 def is_provisional(history: History, manifest: Manifest) -> bool:
     """Whether a checkpoint was taken at the end of an epoch that was not, as far as is known, that of the training."""
-    return manifest.over and manifest.name != history.final and manifest.name not in history.good
+    left = history.script_left  # there by a script that was told to stop: where it goes on is that end
+    there = left is not None and (left.checkpoint, left.step) == (manifest.name, manifest.step)
+    return manifest.over and not there and manifest.name != history.final and manifest.name not in history.good
 
 
 def healthy_before(judged: Iterable[Metric], step: int, timeline: int) -> int:

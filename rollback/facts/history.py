@@ -39,6 +39,7 @@ from rollback.facts.training import (
     Restored,
     SampleQuarantine,
     ScreenedOut,
+    ScriptLeft,
     SkipAdded,
     Stopped,
     Window,
@@ -117,6 +118,8 @@ class History:
     """The settings of the last attempt that attached, without those that had the default value."""
     given_up: Stopped | None = None
     """The stop for an incident that ended the run; None where the run has gone on since, or did not end so."""
+    script_left: ScriptLeft | None = None
+    """The last time that the script left its loop before the end of the training."""
     attached: bool = False
     """Whether the ranks of any attempt have attached."""
     furthest: int | None = None
@@ -328,6 +331,7 @@ _NOTED: dict[type, Callable[[History, Any], None]] = {
     Attached: _note_attached,
     Stopped: _note_stopped,
     Finished: _note_finished,
+    ScriptLeft: lambda history, fact: setattr(history, "script_left", fact),
     SampleQuarantine: lambda history, fact: history.quarantine.append(fact),
     Drained: _note_drained,
     LeftDurableRing: lambda history, fact: history.left_ring.setdefault(fact.place, set()).add(fact.checkpoint),

@@ -250,9 +250,10 @@ class Attempts:
         """Whether the ranks have attached. attached: they had before. A disk that fails is looked at again: it has to
         do with who reads the record, and not with the training."""
         try:
+            if not attached:
+                self._keep_lock()  # before the journal is looked at, which is another one where the run was moved away
             if not attached and self._journal.has_attached(attempt):
                 attached = True
-                self._keep_lock()
                 self._nodes.attached()
                 self._begin_record()
             if attached:  # until then the newest settings are those of an earlier launch, and may name another ring

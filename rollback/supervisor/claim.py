@@ -25,6 +25,8 @@ class EarlierAttempts:
 
     train: FoldedJournal
     supervisor: list[JournalEntry]
+    run_id: str | None = None
+    """Of the run that is there; None: it has not begun."""
     files: tuple[object, ...] = ()
     """What told the journals' files from others before they were read."""
 
@@ -59,13 +61,13 @@ def read_past(paths: RunPaths, before: EarlierAttempts | None = None) -> Earlier
     with reporting(RunDirectoryError, f"reading the run directory {paths.root}"):
         _require_access(paths)
         _require_run_directory(paths)
-    read_identity(paths)
+    identity = read_identity(paths)
     present = tuple(map(_state_of, (paths.identity, paths.train_journal, paths.supervisor_journal)))
     if before is not None and before.files == present:
         return before
     train, supervisor = fold_journal(paths.train_journal), read_journal(paths.supervisor_journal)
     require_key(paths, train.reading.seals + supervisor.seals)
-    return EarlierAttempts(train, supervisor.records, present)
+    return EarlierAttempts(train, supervisor.records, identity.run_id if identity else None, present)
 
 
 def _state_of(path: Path) -> tuple[int, ...] | None:
@@ -159,8 +161,19 @@ class Claim:
             raise
 
     def keep(self) -> None:
-        """Raises RunInUse. See `RunLock.keep`."""
+        """Raises RunInUse, as `RunLock.keep`; and RunDoesNotFit where the directory holds another run than it did: the
+        ranks have found none, and begun one."""
         self._lock.keep()
+        began = self.before.run_id if self.before is not None else None
+        present = read_identity(self._paths) if began is not None else None
+        if present is not None and present.run_id != began:
+            root = self._paths.root
+            raise RunDoesNotFit(
+                f"the run directory {root} was moved or removed while the ranks started: they found no run there, and "
+                "have begun another one",
+                hint="put the earlier one back in its place, and the same command goes on with it; what is there now "
+                f"can go: rm -r {shlex.quote(str(root))}",
+            )
 
     def release(self) -> None:
         self._lock.release()

@@ -19,6 +19,7 @@ from rollback.source.rank_spawning import line_of_spawn
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
 _FILES, _FILES_OF_A_RANK = 32, 4
 _COMFORTABLE = 4096  # what a limit is to be raised to
+_FILE_BYTES = 16 << 10  # of a file, at the least: boards of heartbeats, a journal's first lines, what torchrun writes
 _LAUNCHERS = {
     "program": ("torchrun", "accelerate", "accelerate-launch", "deepspeed"),
     "module": ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
@@ -58,7 +59,8 @@ def require_temporary_folder() -> None:
 
 
 def require_files(flags: Mapping[str, str | bool]) -> None:
-    """Raise UsageError where fewer files may be open than the supervisor and torchrun need to start anything."""
+    """Raise UsageError where fewer files may be open, or shorter ones be written, than the supervisor and torchrun need
+    to start anything."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ranks = str(flags.get("nproc-per-node", "1"))
     needed = _FILES + _FILES_OF_A_RANK * (int(ranks) if ranks.isdecimal() else 1)
@@ -68,6 +70,14 @@ def require_files(flags: Mapping[str, str | bool]) -> None:
         raise UsageError(
             f"a process may have {soft} files open here, and starting {ranks} ranks takes at least {needed}",
             hint=f"ulimit -n {min(wanted, may)}" if may >= needed else raised,
+        )
+    longest, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if longest != resource.RLIM_INFINITY and longest < _FILE_BYTES:
+        may = most == resource.RLIM_INFINITY
+        raised = f"have the hard limit raised, which is {most}, then: ulimit -f unlimited"
+        raise UsageError(
+            f"a file may have {longest} bytes at most here, and starting ranks takes at least {_FILE_BYTES}",
+            hint="ulimit -f unlimited; checkpoints need it too" if may else raised,
         )
 
 

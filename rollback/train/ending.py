@@ -152,15 +152,16 @@ class TrainingEnd:
         for act in self.on_complete:
             act()
 
-    def close(self, *, changed: bool, judge: Callable[[], object] | None) -> None:
+    def close(self, *, changed: bool, told: bool, judge: Callable[[], object] | None) -> None:
         """The script seems to be complete. Not collective.
 
-        changed: it has made an update since its last batch. judge: ends that step, where this needs no other rank. A
-        plan that follows is for the next start.
+        changed: it has made an update since its last batch. told: a handler of its own was told to stop, so that a
+        possible end need not be the one that it was to come to. judge: ends that step, where this needs no other rank.
+        A plan that follows is for the next start.
         """
         if self.is_on_record or self.raised is not None:  # `finally` and `with` close the guard in an exception too
             return
-        if self._possible is not None and not changed:
+        if self._possible is not None and not changed and not told:
             self.note_finished()
             return
         if self._stage is EndStage.UNTRAINED:
@@ -228,6 +229,8 @@ class TrainingEnd:
         kept = "No checkpoint has been taken"
         if left.checkpoint is not None:
             kept = f"What came behind the newest checkpoint ({left.checkpoint}) is in none"
+        if self._possible is not None and left.checkpoint == self._possible.checkpoint is not None:
+            kept, end_there = f"It was told to stop, and goes on from there ({left.checkpoint})", ""
         self._record.note(
             left, f"the script has left its loop over the guard, at step {left.step}{what}. {kept}{end_there}"
         )

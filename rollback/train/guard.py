@@ -106,6 +106,7 @@ class Guard:
 
                 settings, end, state = ranks.agreed(checked)
                 arguments.check_alike(settings, end, run, ranks)
+                arguments.check_wrapped_alike(state.broadcasts, ranks)
                 attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
                 self._loop = loop = assemble(attached, state, model, loader, end, if_refused, weak_hook(self.refuse))
                 ranks.agreed(functools.partial(end_with_supervisor, weak_hook(loop.last_snapshot.keep)))

@@ -9,6 +9,7 @@ from torch import nn
 
 from rollback.ring.drainer import Drainer
 from rollback.ring.shard_copier import ShardCopier
+from rollback.rundir.heartbeats import END_OF_DATA, SAVING_AT
 from rollback.train.advice.advisor import Advisor
 from rollback.train.catalogue.draining import end_draining
 from rollback.train.comm.pulse import Pulse
@@ -112,7 +113,7 @@ class TrainingLoop:
                     pass
                 self._settle()
                 if not self.passes.replaying:
-                    self._end_pass("the end of the data")
+                    self._end_pass(END_OF_DATA)
                     break
                 self.passes.cross()
             except TrainingMoved:
@@ -149,7 +150,8 @@ class TrainingLoop:
         self.last_snapshot.leave()
         if not step.heartbeat.activity.script_failed:
             self.prober.abandon()
-            self.training_end.close(changed=step.updated, judge=None if self.run.ranks.distributed else self._end_step)
+            judge, told = None if self.run.ranks.distributed else self._end_step, self.requests.stop.script_was_told
+            self.training_end.close(changed=step.updated, told=told, judge=judge)
         self.pulse.close()
         step.heartbeat.end(in_hand=raised is not None, unrecorded=self.training_end.unrecorded)
         self.checkpoints.snapshots.close()
@@ -297,7 +299,7 @@ class TrainingLoop:
             self.training_end.complete()
 
     def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> None:
-        self.step_in_progress.show(f"saving at {by}")  # the words by which ranks are told apart whose data end apart
+        self.step_in_progress.show(SAVING_AT.format(by))
         self.training_end.keep_state(by, left_over=left_over, left=left)
         while self.checkpoints.unanswered is not None:
             self._act(self.judge.answer_state())  # where the finding is left alone, the state is kept

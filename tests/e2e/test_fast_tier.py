@@ -273,6 +273,7 @@ def test_parameters_that_move_outside_the_optimizer_tear_one_snapshot_at_most(
     assert len(torn) == (since > 0 and counted)
     if torn:
         assert "outside of optimizer.step() while they were copied" in torn[0].reason
+        assert "a schedule-free optimizer in its eval()" in torn[0].reason
         assert any(torn[0].step < fact.step < torn[0].step + 5 for fact in facts(run, Committed)), "made up for"
     assert len(facts(run, Committed)) >= 5
     assert not facts(run, Trouble)

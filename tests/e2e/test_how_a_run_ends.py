@@ -167,6 +167,30 @@ def test_a_script_that_breaks_off_without_any_checkpoint_is_told_so(
     assert "at step 17. No checkpoint has been taken. To end there" in capsys.readouterr().err
 
 
+def test_a_script_that_was_told_to_stop_and_leaves_at_an_epoch_s_end_is_not_done_and_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own handler has it leave between two epochs. Whether it would have trained another one, nobody knows."""
+    run, before = tmp_path / "run", signal.signal(signal.SIGTERM, lambda *_: None)
+    toy = EPOCHS.but(epochs=1, loop="epochs", between=True)
+
+    def tell_in_the_last_batch(_: object, position: int) -> None:
+        if position == 29:
+            signal.raise_signal(signal.SIGTERM)
+
+    try:
+        train(toy.but(loop="range"), run, hook=tell_in_the_last_batch)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not facts(run, Finished)
+    (left,) = facts(run, ScriptLeft)
+    assert (left.step, left.checkpoint) == (30, facts(run, Committed)[-1].checkpoint)
+    assert f"It was told to stop, and goes on from there ({left.checkpoint})" in capsys.readouterr().err
+    ended = train(toy.but(epochs=2), run)
+    assert [fact.step for fact in facts(run, Attached)] == [0, 30]
+    require_same(state(ended), state(train(toy.but(epochs=2), tmp_path / "at once")), "resumed")
+
+
 def test_an_exception_in_mid_run_is_no_end(tmp_path: Path) -> None:
     def raise_at_40(_: object, position: int) -> None:
         if position == 40:

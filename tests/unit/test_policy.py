@@ -321,6 +321,30 @@ def test_whatever_comes_incidents_cost_no_more_than_they_may(story: list[tuple[i
         assert len(skipped) <= max(100, float(most[:-1]) / 100 * position)
 
 
+@pytest.mark.parametrize("policy", ["surgical", "balanced"])
+@pytest.mark.parametrize("total", [0, 200])
+def test_a_loss_that_is_nan_in_each_batch_is_called_structural_where_no_budget_ends_it(policy: str, total: int) -> None:
+    """Each answer undoes one update, and each window is half as long again as all before it."""
+    settings, last, answers = rules(policy=policy), None, 0
+    windows: list[Window] = []
+    while True:
+        batch = windows[-1].last + 1 if windows else 0
+        found = incident(0, 0, in_hand=policy == "surgical").model_copy(
+            update={"onset_batch": batch, "detection_batch": batch}
+        )
+        stream = DataStream(1, skipped=tuple(merge_windows(windows)), total=total)
+        answer = plan(found, last, held(0), settings, stream)
+        if answer.action == "stop":
+            break
+        assert answer.skip is not None
+        last, answers = answer, answers + 1
+        windows.append(answer.skip)
+        assert answers < 30, answer
+    assert answer.giving_up == "structural"
+    assert "this trouble came back behind 2" in answer.reason
+    assert "look at the learning rate" in answer.reason
+
+
 def test_observe_only_says_what_would_have_been_done_and_does_nothing() -> None:
     answer = plan(incident(230, 233), None, RING, rules(observe_only=True))
     assert (answer.action, answer.step, answer.skip) == ("observe", 200, Window(first=200, last=253))

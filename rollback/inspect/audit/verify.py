@@ -128,18 +128,20 @@ def _skips(paths: RunPaths, records: list[JournalEntry], history: History) -> li
     for window in told:
         if not any(window.first in other and window.last in other for other in listed):
             found.append(f"the skip list does not have all that was passed over: {window.in_words()}")
-    refused = next((fact.error for _, fact in of_kind(records, Trouble) if fact.doing == WRITING), None)
+    troubles = (fact.error for _, fact in of_kind(records, Trouble) if fact.doing == WRITING)
+    refused = next(troubles, None)
     for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
         # An attempt may have had fewer ranks than another.
         seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
-        found += _shorten(_rank(paths.skip_record(rank), seen, listed, conditions, refused), "of this rank")
+        why = "" if refused is None else f" ({WRITING} failed{' on rank 0' if rank else ''}: {refused})"
+        found += _shorten(_rank(paths.skip_record(rank), seen, listed, conditions, why), "of this rank")
     return found
 
 
 def _rank(
-    path: Path, told: list[Window], listed: list[Window], conditions: list[JournalEntry], refused: str | None
+    path: Path, told: list[Window], listed: list[Window], conditions: list[JournalEntry], why: str
 ) -> Iterator[str]:
-    """refused: why the disk did not take a record of this run, if it did not; rank 0 alone can tell."""
+    """why: the disk did not take a record of this run, as rank 0 alone can tell; empty: nothing is told."""
     known: dict[int, int] = {}
     differing: set[int] = set()
     damaged: list[str] = []
@@ -160,7 +162,6 @@ def _rank(
     seen = merge_windows(Window(first=batch, last=batch) for batch in sorted(known))
     for window in told:
         for gap in _gaps(window, seen):
-            why = f" ({WRITING} failed: {refused})" if refused is not None else ""
             yield f"{path}: it does not have {gap.in_words()}, which the ranks passed over{why}"
 
 

@@ -16,7 +16,7 @@ from rollback.system.collector import no_collection
 from rollback.system.durable import read_small_file, write_file
 
 _LIMIT = 1 << 30
-_FORMAT = 10
+_FORMAT = 11
 
 
 @dataclass

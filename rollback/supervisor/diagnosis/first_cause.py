@@ -35,7 +35,7 @@ from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
 from rollback.rundir.failures import NOTICED, PRECEDENCE, FailureRecord, class_of_exception
-from rollback.rundir.heartbeats import LEAVING, Heartbeat
+from rollback.rundir.heartbeats import END_OF_DATA, LEAVING, SAVING_AT, Heartbeat
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 from rollback.wording import ranks_in_words
 
@@ -108,6 +108,8 @@ class FirstCause:
     """The ranks that raised the same exception by themselves."""
     noticed_by: int | None = None
     """The rank whose failure the text tells, where it has only noticed that of another one."""
+    data_end_apart: bool = False
+    """Whether a rank stood at the end of its data, and another one had gone on to a further batch."""
 
     @property
     def described(self) -> int | None:
@@ -127,6 +129,8 @@ class FirstCause:
     @property
     def mistake(self) -> str:
         """Where the script fails for a reason that no restart mends, in words; empty: it may be another one."""
+        if self.data_end_apart:
+            return "where one rank's data end and another's go on"
         if self.why != "exception" or self.record is None:
             return ""
         if self.record.error == "rollback.errors.UsageError":
@@ -208,11 +212,16 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
         text += f"; {ranks_in_words(sorted(end.rank for end in alike), _NAMED)} raised the same"
     if others:
         text += f"; then {ranks_in_words(sorted(end.rank for end in others), _NAMED)} failed too"
+    text += (apart := _data_end_apart(ends) if why in (*NOTICED, "aborted") else "")
     nobody = why in NOTICED  # also where one alone did: its peer may be killed and not yet seen by its own torchrun
     followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
     if nobody:
-        return FirstCause(why, text + _left_before(ends), None, first.record, followed, noticed_by=first.rank)
-    return FirstCause(why, text, first.rank, first.record, followed, first.host, tuple(end.rank for end in alike))
+        text += _left_before(ends)
+        return FirstCause(why, text, None, first.record, followed, noticed_by=first.rank, data_end_apart=bool(apart))
+    alike_ranks = tuple(end.rank for end in alike)
+    return FirstCause(
+        why, text, first.rank, first.record, followed, first.host, alike_ranks, data_end_apart=bool(apart)
+    )  # fmt: skip
 
 
 def _script_left(evidence: AttemptEvidence) -> bool:
@@ -231,6 +240,22 @@ def _left_before(ends: Sequence[RankEnd]) -> str:
         return ""
     who = ranks_in_words(sorted(left), _NAMED)
     return f"; {who} had left the script at step {min(left.values())}, without an error"
+
+
+def _data_end_apart(ends: Sequence[RankEnd]) -> str:
+    """The ranks that stood at the end of their data, in words, where others were at a further batch: they have met in
+    different collectives. Empty: there are no such."""
+    standing = {end.rank: it for end in ends if (it := end.record or end.beat) is not None}
+    ended = {rank: it for rank, it in standing.items() if it.doing == SAVING_AT.format(END_OF_DATA)}
+    last = max((it.batch for it in ended.values()), default=None)
+    further = [rank for rank, it in standing.items() if last is not None and it.batch > last]
+    if not further:
+        return ""
+    who, others = (ranks_in_words(sorted(ranks), _NAMED) for ranks in (ended, further))
+    return (
+        f"; the data of {who} had ended with batch {last}, and {others} had more: give all ranks as many batches, or "
+        "end the training before that by max_steps="
+    )
 
 
 def _same_exception(end: RankEnd, other: RankEnd) -> bool:

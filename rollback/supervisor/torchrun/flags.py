@@ -136,6 +136,12 @@ def endpoint_of(flags: Mapping[str, str | bool]) -> tuple[str, int] | None:
     """
     backend = str(flags.get("rdzv-backend", "static"))
     given = str(flags.get("rdzv-endpoint", "")).strip()
+    if backend in ("static", "c10d") and _is_ipv6(given):
+        host, _, port = given.rpartition(":")
+        raise UsageError(
+            f"the rendezvous endpoint {given!r} is an IPv6 address, and torchrun would read host {host!r}, port {port}",
+            hint=f"{_ENDPOINT}; for all of it as the address: [{given}]:{C10D_PORT}",
+        )
     if backend == "static" and not given and "master-addr" in flags:
         given = f"{flags['master-addr']}:{flags.get('master-port', STATIC_PORT)}"
     if backend not in ("static", "c10d") or not given or flags.get("standalone"):

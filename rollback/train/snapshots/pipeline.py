@@ -45,7 +45,8 @@ from rollback.train.state.nonfinite import FiniteCheck
 
 _MOVED = (
     "weights were changed outside of optimizer.step() while they were copied (as sharpness-aware or adversarial "
-    "training does by hand); from now on training waits for each copy"
+    "training does by hand, and a schedule-free optimizer in its eval() and train()); from now on training waits for "
+    "each copy"
 )
 
 

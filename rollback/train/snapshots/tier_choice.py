@@ -94,7 +94,8 @@ def allot(tier: SlotPaths | None, why_not: str, ranks: Ranks, shard_bytes: int, 
     if tier is None:
         return Allotment(0, largest, f"checkpoints are written to the run directory: {why_not}")
     if count == 0:
-        reason = f"checkpoints are written to the run directory: {_size(free)} of memory are free, "
+        place = f" for {tier.root}" if ranks.host_count == 1 else ""  # else it may be another host's that is short
+        reason = f"checkpoints are written to the run directory: {_size(free)} of memory are free{place}, "
         return Allotment(0, largest, f"{reason}and half of it has no room for four slots of {_size(slot_bytes)}")
     each = f" on each of {ranks.host_count} hosts" if ranks.host_count > 1 else ""
     return Allotment(count, largest, f"{count} slots of {_size(slot_bytes)} in {tier.root}{each}")

@@ -16,6 +16,7 @@ from rollback.rundir import seal
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
 from rollback.train.introspection import own_variables
+from rollback.train.state.ddp_broadcasts import DdpBroadcasts
 from rollback.train.state.stateful import Stateful
 from rollback.train.updates.wrappers import ddp_inside, outermost
 
@@ -199,6 +200,25 @@ def check_alike(settings: Settings, max_steps: int | None, run: object, ranks: R
         raise WrongSetting(
             f"the ranks are to train by different settings: {found}",
             hint="give all hosts the same options and variables, and the same script; nothing was changed",
+        )
+
+
+def check_wrapped_alike(broadcasts: DdpBroadcasts, ranks: Ranks) -> None:
+    """Collective: raise UsageError, on all ranks, where DDP is around what the guard has on some ranks only. Each looks
+    among its own variables (`as_called`). Those without it would not rehearse a resume's first step with the others."""
+    here = {owner: len(wrappers) for owner, wrappers in broadcasts.state_dict().items()}
+    of_rank_0 = ranks.from_first(here)
+    fault = ", ".join(
+        f"{of_rank_0.get(owner, 0)} around or in {owner} on rank 0, and {here.get(owner, 0)} on rank {ranks.rank} "
+        f"({host_name()})"
+        for owner in {**of_rank_0, **here}
+        if of_rank_0.get(owner, 0) != here.get(owner, 0)
+    )
+    if (found := ranks.first_fault(fault)) is not None:
+        raise UsageError(
+            f"the guard finds another number of DistributedDataParallel from rank to rank: {found}",
+            hint="hand over what the script calls, the DistributedDataParallel and not its .module, on all ranks; "
+            "nothing was changed",
         )
 
 

@@ -11,8 +11,9 @@ from rollback.checkpoints.fast_tier.slots import forget
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import beyond_the_record, healthy_before, is_on_record
 from rollback.config import Settings, spelt
-from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, WrongSetting
+from rollback.errors import ExitCode, NoUsableCheckpoint, RollbackError, StoppedAsStructural, WrongSetting
 from rollback.facts.history import History, merge_windows
+from rollback.facts.supervisor import RunEnded
 from rollback.facts.training import (
     THE_SUPERVISOR,
     Blamed,
@@ -25,6 +26,7 @@ from rollback.facts.training import (
     Tier,
     Window,
 )
+from rollback.rundir.journal.journal import of_kind, read_entries
 from rollback.rundir.metrics.metric_lines import read_last_metrics
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import names, sound_requests
@@ -78,21 +80,34 @@ def require_a_change(paths: RunPaths, settings: Settings, history: History) -> N
     The run may go on with other deciding settings, after a request of an operator, or with `accept_structural`, which
     says that the change is in the script, the data or the machine.
     """
-    stopped = history.given_up
-    if stopped is None or settings.accept_structural or settings.decides_otherwise(history.settings):
+    if settings.accept_structural or settings.decides_otherwise(history.settings):
         return
-    if _asked_for_something(paths, history.answers):
-        return
-    how = "as structural"
+    how, account = "as structural", _stopped_by_the_supervisor_s_word(paths, history)
     error: type[RollbackError] = StoppedAsStructural
-    if stopped.reason == "no_checkpoint":
-        how, error = "for want of a good checkpoint", NoUsableCheckpoint
+    if (stopped := history.given_up) is not None:
+        how, account = f"{how} at step {stopped.step}", stopped.account
+        if stopped.reason == "no_checkpoint":
+            how, error = f"for want of a good checkpoint at step {stopped.step}", NoUsableCheckpoint
+    if account is None or _asked_for_something(paths, history.answers):
+        return
     raise error(
-        f"the run in {paths.root} was stopped {how} at step {stopped.step}, and nothing has changed since: "
-        f"{stopped.account}",
+        f"the run in {paths.root} was stopped {how}, and nothing has changed since: {account}",
         hint="change a setting that decides about incidents, ask for a `rollback rewind` or `rollback skip`, or, where "
         "the script or the data have changed, say --accept-structural; nothing was touched",
     )
+
+
+def _stopped_by_the_supervisor_s_word(paths: RunPaths, history: History) -> str | None:
+    """Why the last attempt was stopped as structural, where the ranks' journal could not take that, as on a full disk,
+    and the supervisor's could; None: it was not."""
+    ended = read_entries(paths.supervisor_journal, [RunEnded])[-1:]
+    return next(
+        (
+            fact.reason for entry, fact in of_kind(ended, RunEnded)
+            if fact.exit_code == ExitCode.STRUCTURAL and entry.attempt >= history.last_attempt
+        ),
+        None,
+    )  # fmt: skip
 
 
 def require_samples(settings: Settings, cursor: Cursor) -> None:

@@ -69,6 +69,8 @@ def test_a_rendezvous_is_recognized_as_flag_and_as_variable(name: str) -> None:
 ENDPOINTS = ("h:7", " h:7", "h", "10.0.0.1:65535", "[::1]:5", "[::1]", "::1:29500", "h.domain_1:0")
 NO_ENDPOINTS = (
     "::1",
+    "::1:2950",
+    "2001:db8::10:7",
     "fe80::1",
     "host:",
     ":29500",

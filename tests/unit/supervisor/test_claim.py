@@ -406,3 +406,22 @@ def test_the_seats_on_record_are_those_of_an_attempt_that_trained(
     run.tell(2, start.model_copy(update={"nodes": ("a", "b", "c")}), 2)
     past = read_past(run.paths)
     assert (past.seats, past.last_attempt) == (("a", "b"), 2)
+
+
+def test_a_run_that_was_moved_while_its_ranks_started_is_not_gone_on_with_as_another_one(tmp_path: Path) -> None:
+    """They find no run there, and begin one. Nothing of the earlier run is lost; but to train it again, from its first
+    step, is not what the command was given for."""
+    paths = RunPaths(tmp_path / "run")
+    job = JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={})
+    paths.root.mkdir()
+    write_identity(paths, new_identity(job))
+    claim = Claim(paths, read_past(paths))
+    paths.identity.touch()
+    claim.keep()
+    paths.root.rename(tmp_path / "moved")
+    claim.keep()
+    paths.root.mkdir()
+    write_identity(paths, new_identity(job))
+    with pytest.raises(RunDoesNotFit, match="was moved or removed while the ranks started"):
+        claim.keep()
+    claim.release()

@@ -132,6 +132,24 @@ def test_what_is_to_be_done_about_a_low_limit_of_open_files_can_be_done_and_is_e
     assert refused.value.hint == do
 
 
+@pytest.mark.parametrize(
+    ("soft", "hard", "do"),
+    [(1024, resource.RLIM_INFINITY, "ulimit -f unlimited"), (1024, 1024, "have the hard limit raised, which is 1024")],
+)
+def test_files_that_may_not_have_a_journal_s_first_lines_are_told_before_anything_starts(
+    soft: int, hard: int, do: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlimited = resource.RLIM_INFINITY, resource.RLIM_INFINITY
+    limits = {resource.RLIMIT_FSIZE: (soft, hard)}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which, unlimited))
+    with pytest.raises(UsageError, match="a file may have 1024 bytes at most here") as refused:
+        require_files({})
+    assert refused.value.hint is not None
+    assert refused.value.hint.startswith(do)
+    limits[resource.RLIMIT_FSIZE] = (1 << 20, 1 << 20)
+    require_files({})
+
+
 def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Path) -> None:
     paths, nodes = RunPaths(tmp_path), Nodes()
     order, output = SimpleNamespace(paths=paths), SimpleNamespace(keep=lambda: None)

@@ -119,6 +119,11 @@ def test_a_record_that_the_disk_refused_is_named_with_that_reason(run: RecordedR
     assert done.exit_code == 1
     why = "(writing the skip record failed: skips/rank-00000.jsonl: No space left on device)"
     assert f"it does not have batches 40:103, which the ranks passed over {why}" in done.stdout
+    other = changed_skips(run, lambda lines: lines[:-2])
+    assert (
+        "it does not have batches 102:103, which the ranks passed over (writing the skip record failed on rank 0:"
+        in (other)
+    )
 
 
 def test_a_passing_over_that_no_window_explains_is_named(run: RecordedRun) -> None:

@@ -492,3 +492,24 @@ def test_what_a_script_raises_behind_its_training_it_would_raise_again(
     assert first is not None
     assert first.is_behind(finished) is expected
     assert ("with no batch in hand" in first.text) is not in_hand
+
+
+def test_ranks_whose_data_end_apart_are_told_so_and_that_no_restart_mends_it() -> None:
+    """The shorter one sums the sizes of what it saves, the others their gradients: gloo aborts, or each waits."""
+    doing = "saving at the end of the data"
+    shorter = Heartbeat(pid=10, host="h", attempt=1, step=40, batch=39, doing=doing, monotonic=1.0)
+    longer = raised(1, "RuntimeError", GLOO)
+    assert longer.record is not None
+    further = replace(longer, record=longer.record.model_copy(update={"batch": 40}))
+    first = first_cause(evidence(), [replace(died(0, -signal.SIGABRT), beat=shorter), further])
+    assert first is not None
+    assert "the data of rank 0 had ended with batch 39, and rank 1 had more: give all ranks as many" in first.text
+    assert first.mistake == "where one rank's data end and another's go on"
+    noticed = first_cause(evidence(), [RankEnd(0, failure(0, -15), beat=shorter), further])
+    assert noticed is not None
+    assert noticed.mistake
+    at_end_too = replace(longer, record=longer.record.model_copy(update={"batch": 39}))
+    together = first_cause(evidence(), [replace(died(0, -signal.SIGABRT), beat=shorter), at_end_too])
+    assert together is not None
+    assert "had ended with batch" not in together.text
+    assert not together.mistake

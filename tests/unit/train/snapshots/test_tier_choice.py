@@ -224,8 +224,8 @@ def test_where_memory_has_no_room_for_four_slots_there_are_none_and_it_is_said_h
     assert found.slots == 0
     assert found.slot_bytes > 200 * MB
     assert found.reason == (
-        "checkpoints are written to the run directory: 80.0 MB of memory are free, and half of it has no room for four "
-        "slots of 0.2 GB"
+        f"checkpoints are written to the run directory: 80.0 MB of memory are free for {tier.root}, and half of it has "
+        "no room for four slots of 0.2 GB"
     )
 
 

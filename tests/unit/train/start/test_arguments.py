@@ -25,6 +25,13 @@ for of_first, of_second in (
         rollback.Guard(**given | (of_first if first else of_second))
     except RollbackError as error:
         told.append([type(error).__name__, error.message])
+replicas = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(replicas.parameters())
+for of_first, of_second in ((replicas, replicas.module), (replicas.module, replicas)):
+    try:  # in what the guard sees of a script given by -c, there is no variable that has the other one
+        rollback.Guard(model=of_first if first else of_second, optimizer=optimizer, loader=[], run=sys.argv[1])
+    except RollbackError as error:
+        told.append([type(error).__name__, error.message])
 model = nn.Linear(4, 1)
 nn.init.ones_(model.weight), nn.init.ones_(model.bias)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -46,7 +53,7 @@ dist.destroy_process_group()
 def test_what_is_wrong_on_one_rank_or_not_alike_is_refused_on_all(tmp_path: Path) -> None:
     first, second = in_two_ranks(RANK, tmp_path / "run", cwd=tmp_path)
     assert first == second
-    (of_one_rank, of_init, of_run, of_first_run, of_data, of_update) = first
+    (of_one_rank, of_init, of_run, of_first_run, of_data, of_inside, of_first_inside, of_update) = first
     assert of_one_rank[0] == "UsageError"
     assert "scheduler= is a int" in of_one_rank[1]
     assert "init is given on rank 0 and None on rank 1" in of_init[1]
@@ -54,5 +61,7 @@ def test_what_is_wrong_on_one_rank_or_not_alike_is_refused_on_all(tmp_path: Path
     assert f"run is {tmp_path / 'run'}"[:60] in of_first_run[1]
     assert "and None on rank 1" in of_first_run[1]
     assert "the data set has 5 samples, and no sample 7" in of_data[1]
+    assert "1 around or in model on rank 0, and 0 on rank 1 (" in of_inside[1]
+    assert "0 around or in model on rank 0, and 1 on rank 1 (" in of_first_inside[1]
     assert "'state.0.momentum_buffer' is not there on rank 1" in of_update[1]
     assert [path.name for path in tmp_path.iterdir()] == ["run-later"]

@@ -21,6 +21,7 @@ from rollback.environment import ENV_SUPERVISOR
 from rollback.errors import NoUsableCheckpoint, StoppedAsStructural, UsageError
 from rollback.facts.ending import GivingUp
 from rollback.facts.history import History
+from rollback.facts.supervisor import RunEnded
 from rollback.facts.training import (
     Advice,
     Answered,
@@ -39,7 +40,7 @@ from rollback.facts.training import (
 )
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.folded_journal import fold_journal
-from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
@@ -205,6 +206,23 @@ def test_a_run_that_an_incident_stopped_goes_on_only_where_something_has_changed
     require_a_change(paths, Settings(sensitivity="low", accept_structural=True), history)
     with pytest.raises(StoppedAsStructural):
         require_a_change(paths, Settings(sensitivity="low", overhead=0.02), history)
+
+
+def test_a_structural_stop_that_the_ranks_journal_could_not_take_is_known_by_the_supervisor_s(paths: RunPaths) -> None:
+    """The disk was full when they stopped, and had room again when the supervisor wrote how the run had ended."""
+    begun = attached(None, 0).model_copy(update={"settings": {}})
+    history, journal = history_of(paths, begun), Journal(paths.supervisor_journal, 1)
+    journal.append(RunEnded(exit_code=1, reason="rank 0 raised ValueError"))
+    require_a_change(paths, Settings(), history)
+    journal.append(RunEnded(exit_code=76, reason="the loss is nan"))
+    journal.close()
+    with pytest.raises(StoppedAsStructural, match=r"was stopped as structural, .*: the loss is nan"):
+        require_a_change(paths, Settings(), history)
+    require_a_change(paths, Settings(accept_structural=True), history)
+    later = Recorder(paths, 2, is_rank_0=True)
+    later.note(begun)
+    later.close()
+    require_a_change(paths, Settings(), fold_journal(paths.train_journal).history)
 
 
 def test_for_want_of_a_checkpoint_it_is_said_so(paths: RunPaths) -> None:
