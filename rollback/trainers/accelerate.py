@@ -278,18 +278,30 @@ class _AcceleratorCounts:
     The loader tells its samplers and data set at each pass how many it has had, and a process that resumes has had
     none. That number is not always the epoch's: a pass that the script broke off does not count, and `set_epoch` says
     any other. So how many fewer there were is kept, and the epoch where training was put is the guard's.
+
+    How many batches an update has is a setting of the script, until training changes it.
     """
 
     def __init__(self, accelerator: Any, loader: Any, folders: _NumberedFolders) -> None:
         self._accelerator, self._loader, self._folders = accelerator, loader, folders
+        self._accumulated = accelerator.gradient_accumulation_steps
+        """As the script has set it for the training's begin."""
         self._fewer = 0
         self._moved = False
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step, "fewer": self._fewer, "saved": self._accelerator.save_iteration}
+    def state_dict(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        accumulated = [self._accumulated, accelerator.gradient_accumulation_steps]
+        return {
+            "step": accelerator.step, "fewer": self._fewer, "saved": accelerator.save_iteration,
+            "accumulated": accumulated,
+        }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
+        own = self._accumulated
+        first, changed = state.get("accumulated", (own, own))  # an earlier version kept none
+        self._accelerator.gradient_accumulation_steps = changed if first == own else own  # else it is set anew
         self._fewer = state.get("fewer", 0)  # an earlier version kept none
         if (saved := state.get("saved")) is not None:
             self._accelerator.project_configuration.iteration = saved

@@ -110,6 +110,33 @@ def test_what_is_prepared_and_not_handed_over_goes_back_with_the_weights(acceler
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_how_many_batches_an_update_has_goes_back_where_the_script_changes_that(
+    accelerator: Any, tmp_path: Path
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    prepared = accelerator.prepare(model, optimizer, DataLoader(torch.randn(160, 4), batch_size=8))
+    how: Any = {"run": tmp_path / "run", "snapshot_every": 4, "probation": 6}
+    model, optimizer, loader = rollback.protect(accelerator, *prepared, **how)
+    accumulated: dict[int, int] = {}
+    again = []
+    for epoch in loader.guard.epochs(2):
+        if epoch == 1:
+            accelerator.gradient_accumulation_steps = 2
+        for given in loader:
+            place = loader.guard.batch
+            again += [place] if place in accumulated else []
+            accumulated[place] = accelerator.gradient_accumulation_steps
+            with accelerator.accumulate(model):
+                loss = model(given).square().mean()
+                accelerator.backward(loss * math.nan if place == 22 else loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert again[0] < 20, "the rollback goes back into the first epoch"
+    assert all(count == 1 + (place >= 20) for place, count in accumulated.items()), accumulated
+    loader.guard.close()
+
+
 def test_batches_that_are_read_past_the_guard_are_refused_before_the_weights_change(
     accelerator: Any, tmp_path: Path
 ) -> None:
