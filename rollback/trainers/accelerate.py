@@ -8,6 +8,7 @@ back with a rollback, and that a batch is the last of its epoch is known from th
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.train.updates.optimizer import applies_gradients
-from rollback.train.updates.wrappers import ddp_inside
+from rollback.train.updates.wrappers import ddp_inside, unwrap
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_trainer import made_guard, named
 from rollback.trainers.prepared_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
@@ -52,12 +53,12 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     loader, scheduler = found["loader"], found.get("scheduler")
     require_known_loader(loader)
     _rewind_stateful_loaders(accelerator)
-    optimizer, inner = found["optimizer"].optimizer, getattr(scheduler, "scheduler", scheduler)
-    known = [*prepared, optimizer, inner, *settings.values()]
-    registered = [item for item in accelerator._custom_objects if not _is_among(known, item)]
+    optimizer = found["optimizer"].optimizer
+    known = [*map(_inside, (*prepared, *settings.values()))]
+    besides = _trained_besides(accelerator, known)
     guard = made_guard(
-        settings, model=found["model"], optimizer=optimizer, loader=loader.base_dataloader, scheduler=inner,
-        scaler=accelerator.scaler, **named("registered", registered),
+        settings, model=found["model"], optimizer=optimizer, loader=loader.base_dataloader,
+        scheduler=_inside(scheduler), scaler=accelerator.scaler, **besides,
     )  # fmt: skip
     guard.without_probes("the loop counts the batches of Accelerate's loader")
     guard.name_calls(Calls("rollback.protect(accelerator, ..., ", "loader.guard.step", "loader.guard.keep"))
@@ -70,7 +71,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     optimizer.register_step_pre_hook(lambda *_: _require_averaged(found["model"], guard))
     accelerator.backward = partial(_backward, accelerator.backward, guard)
     register = accelerator.register_for_checkpointing
-    accelerator.register_for_checkpointing = partial(_register, register, [*known, *registered])
+    accelerator.register_for_checkpointing = partial(_register, register, [*known, *besides.values()])
     for name in _DONE_BY_GUARD:
         setattr(accelerator, name, partial(_refuse_while_training, getattr(accelerator, name), guard, name))
     return tuple(guarded if item is loader else item for item in prepared)
@@ -86,7 +87,8 @@ def _sorted(prepared: tuple[Any, ...]) -> dict[str, Any]:
                 f"rollback.protect got a {type(item).__name__}"
                 + (f" besides another {name}" if name else ", of which it does not know what to do with it"),
                 hint="after the Accelerator it takes what prepare() has returned: one model, its optimizer, the loader "
-                "that is trained on, and the scheduler. Further objects go by a name: rollback.protect(..., ema=ema)",
+                "that is trained on, and the scheduler. Other models, optimizers and schedulers that prepare() has "
+                "returned are kept as well. Further objects go by a name: rollback.protect(..., ema=ema)",
             )
         found[name] = item
     if missing := [name for name in ("model", "optimizer", "loader") if name not in found]:
@@ -96,6 +98,35 @@ def _sorted(prepared: tuple[Any, ...]) -> dict[str, Any]:
             "scheduler), behind accelerator.prepare",
         )
     return found
+
+
+def _inside(item: Any) -> Any:
+    """What Accelerate has wrapped, or was to wrap; anything else as it is."""
+    if isinstance(item, AcceleratedOptimizer):
+        return item.optimizer
+    if isinstance(item, AcceleratedScheduler):
+        return item.scheduler
+    return unwrap(item) if isinstance(item, nn.Module) else item
+
+
+def _trained_besides(accelerator: Any, known: list[Any]) -> dict[str, Any]:
+    """What Accelerate itself would save of the training besides what is `known`, by a name for the guard.
+
+    As the critic of a GAN, or a scheduler that was not handed over. Models that no optimizer trains stay as they are.
+    """
+
+    def others(items: Iterable[Any]) -> list[Any]:
+        return [item for item in map(_inside, items) if not _is_among(known, item)]
+
+    groups = chain.from_iterable(each.param_groups for each in accelerator._optimizers)
+    trained = {id(item) for group in groups for item in group["params"]}
+    models = [each for each in others(accelerator._models) if not trained.isdisjoint(map(id, each.parameters()))]
+    return {
+        **named("other_model", models),
+        **named("other_optimizer", others(accelerator._optimizers)),
+        **named("other_scheduler", others(accelerator._schedulers)),
+        **named("registered", others(accelerator._custom_objects)),
+    }
 
 
 def _rewind_stateful_loaders(accelerator: Any) -> None:
@@ -170,7 +201,7 @@ def _require_averaged(model: nn.Module, guard: Guard) -> None:
 
 
 def _is_among(known: Iterable[Any], item: Any) -> bool:
-    return any(item is other for other in known)
+    return any(_inside(item) is other for other in known)
 
 
 def _register(original: Callable[..., None], known: list[Any], *objects: Any) -> None:
@@ -247,18 +278,30 @@ class _AcceleratorCounts:
     The loader tells its samplers and data set at each pass how many it has had, and a process that resumes has had
     none. That number is not always the epoch's: a pass that the script broke off does not count, and `set_epoch` says
     any other. So how many fewer there were is kept, and the epoch where training was put is the guard's.
+
+    How many batches an update has is a setting of the script, until training changes it.
     """
 
     def __init__(self, accelerator: Any, loader: Any, folders: _NumberedFolders) -> None:
         self._accelerator, self._loader, self._folders = accelerator, loader, folders
+        self._accumulated = accelerator.gradient_accumulation_steps
+        """As the script has set it for the training's begin."""
         self._fewer = 0
         self._moved = False
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step, "fewer": self._fewer, "saved": self._accelerator.save_iteration}
+    def state_dict(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        accumulated = [self._accumulated, accelerator.gradient_accumulation_steps]
+        return {
+            "step": accelerator.step, "fewer": self._fewer, "saved": accelerator.save_iteration,
+            "accumulated": accumulated,
+        }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
+        own = self._accumulated
+        first, changed = state.get("accumulated", (own, own))  # an earlier version kept none
+        self._accelerator.gradient_accumulation_steps = changed if first == own else own  # else it is set anew
         self._fewer = state.get("fewer", 0)  # an earlier version kept none
         if (saved := state.get("saved")) is not None:
             self._accelerator.project_configuration.iteration = saved

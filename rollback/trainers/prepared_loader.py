@@ -28,7 +28,8 @@ def require_known_loader(loader: Any) -> None:
             hint="with DataLoaderConfiguration(dispatch_batches=False), in a Trainer by accelerator_config="
             '{"dispatch_batches": False}, every rank reads its own batches'
             if kind.__name__ == "DataLoaderDispatcher"
-            else "hand over the loader that accelerator.prepare has made of a torch DataLoader",
+            else "hand over the loader that accelerator.prepare has made of a torch DataLoader; in a Trainer, let "
+            "get_train_dataloader() end with: return self.accelerator.prepare(loader)",
         )
     if loader.skip_batches or isinstance(loader.batch_sampler, SkipBatchSampler):
         raise UsageError(

@@ -75,6 +75,68 @@ def test_what_is_registered_for_checkpoints_goes_back_with_the_weights(accelerat
     loader.guard.close()
 
 
+def test_what_is_prepared_and_not_handed_over_goes_back_with_the_weights(accelerator: Any, tmp_path: Path) -> None:
+    """As a critic with an optimizer of its own, a second model of the first optimizer, and the scheduler."""
+    inputs = torch.randn(320, 4)
+
+    def made() -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        model, encoder, critic = nn.Linear(4, 1), nn.Linear(4, 4), nn.Linear(1, 1)
+        optimizer = torch.optim.Adam([*model.parameters(), *encoder.parameters()], 0.01)
+        second = torch.optim.Adam(critic.parameters(), 0.01)
+        return model, encoder, critic, optimizer, second, StepLR(optimizer, 3), DataLoader(inputs, batch_size=8)
+
+    def train(parts: tuple[Any, ...], backward: Any, *, bad: int, left_out: int) -> list[Any]:
+        model, encoder, critic, optimizer, second, scheduler, loader = parts
+        for place, given in enumerate(loader):
+            if place == left_out:
+                continue
+            score = model(encoder(given)) * (math.nan if place == bad else 1)
+            second.zero_grad()
+            backward((critic(score.detach()) - 1).square().mean())
+            second.step()
+            optimizer.zero_grad()
+            backward(critic(score).square().mean())
+            optimizer.step()
+            scheduler.step()
+        return [each.state_dict() for each in parts[:-1]]
+
+    model, encoder, critic, optimizer, *others, loader = accelerator.prepare(*made())
+    model, optimizer, loader = rollback.protect(accelerator, model, optimizer, loader, run=tmp_path / "run")
+    found = train((model, encoder, critic, optimizer, *others, loader), accelerator.backward, bad=12, left_out=-1)
+    assert loader.guard.step == 39
+    loader.guard.close()
+    expected = train(made(), torch.Tensor.backward, bad=-1, left_out=12)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_how_many_batches_an_update_has_goes_back_where_the_script_changes_that(
+    accelerator: Any, tmp_path: Path
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    prepared = accelerator.prepare(model, optimizer, DataLoader(torch.randn(160, 4), batch_size=8))
+    how: Any = {"run": tmp_path / "run", "snapshot_every": 4, "probation": 6}
+    model, optimizer, loader = rollback.protect(accelerator, *prepared, **how)
+    accumulated: dict[int, int] = {}
+    again = []
+    for epoch in loader.guard.epochs(2):
+        if epoch == 1:
+            accelerator.gradient_accumulation_steps = 2
+        for given in loader:
+            place = loader.guard.batch
+            again += [place] if place in accumulated else []
+            accumulated[place] = accelerator.gradient_accumulation_steps
+            with accelerator.accumulate(model):
+                loss = model(given).square().mean()
+                accelerator.backward(loss * math.nan if place == 22 else loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert again[0] < 20, "the rollback goes back into the first epoch"
+    assert all(count == 1 + (place >= 20) for place, count in accumulated.items()), accumulated
+    loader.guard.close()
+
+
 def test_batches_that_are_read_past_the_guard_are_refused_before_the_weights_change(
     accelerator: Any, tmp_path: Path
 ) -> None:
