@@ -304,14 +304,6 @@ def _note_finished(history: History, fact: Finished) -> None:
     history.finished = fact
 
 
-def _note_requested(history: History, fact: Requested) -> None:
-    history.requests[fact.request] = fact
-
-
-def _note_answered(history: History, fact: Answered) -> None:
-    history.answers[fact.request] = fact
-
-
 def _note_accepted(history: History, fact: Accepted) -> None:
     history.other_data |= fact.what == "data"
 
@@ -338,8 +330,8 @@ _NOTED: dict[type, Callable[[History, Any], None]] = {
     SkipAdded: lambda history, fact: history.added.append(fact),
     PhaseAnnounced: lambda history, fact: history.phases.add(fact.batch),
     Advice: lambda history, fact: history.advised.add(fact.code),
-    Requested: _note_requested,
-    Answered: _note_answered,
+    Requested: lambda history, fact: history.requests.update({fact.request: fact}),
+    Answered: lambda history, fact: history.answers.update({fact.request: fact}),
     Accepted: _note_accepted,
 }
 """What each kind of fact adds; others add nothing. A long run has half a million facts, and `isinstance` of each kind

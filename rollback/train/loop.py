@@ -30,7 +30,7 @@ from rollback.train.run import AttachedRun, supervised
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.snapshots.unseen_writes import UnseenWrites
-from rollback.train.start import arguments
+from rollback.train.start import averaging
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
 from rollback.train.updates.learning_rate import LoweredRate
@@ -264,7 +264,7 @@ class TrainingLoop:
         if self.requests.starting:
             # Once more: the script may have sharded the model since, exchanged parameters, or registered a hook.
             self.state.check()
-            arguments.check_averaging(self.model, self.state.objects)
+            averaging.check_averaging(self.model, self.state.objects)
         moved = False
         while decision := self.requests.carry_out(self.state.counters.step, may_stop=self._may_stop()):
             moved |= self._carry_out(decision)

@@ -87,7 +87,7 @@ def _by_default() -> Iterator[tuple[str, str]]:
         words = Counter(kind.expected.values())
         turn = "stopped" if number % 2 == 0 or "retried" not in kind.expected else "retried"
         for trial, word in kind.expected.items():
-            if name in IN_FULL or trial == turn or (len(words) > 1 and words[word] == 1):
+            if name in IN_FULL or trial == turn or words.total() == 1 or (len(words) > 1 and words[word] == 1):
                 yield name, trial
 
 

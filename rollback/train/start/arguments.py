@@ -16,6 +16,7 @@ from rollback.rundir import seal
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
 from rollback.train.introspection import own_variables
+from rollback.train.start.averaging import check_averaging
 from rollback.train.state.ddp_broadcasts import DdpBroadcasts
 from rollback.train.state.stateful import Stateful
 from rollback.train.updates.wrappers import ddp_inside, outermost
@@ -135,34 +136,6 @@ def check_whole(item: object, name: str) -> None:
             hint="make the class that it wraps of all parameters, in its place (its .optim has those of one rank); to "
             "spread state over the ranks, shard the model with torch.distributed.fsdp.fully_shard (FSDP2)",
         )
-
-
-def check_averaging(model: nn.Module, objects: Mapping[str, object]) -> None:
-    """Raise UsageError where DDP averages gradients by a hook with a state that no checkpoint would have.
-
-    What such a state remembers differs between ranks, and lies there in the order of DDP's buckets. A new process makes
-    other buckets in its first step, so it could not go on with it.
-    """
-    models = [model, *(item for item in objects.values() if isinstance(item, nn.Module))]
-    given = {id(item) for item in objects.values()}
-    for module in (module for each in models for module in each.modules()):
-        for hook, state in getattr(module, "_comm_hooks", ()):
-            if id(state) not in given and not _is_constant(state):
-                raise UsageError(
-                    f"DDP averages the gradients by {getattr(hook, '__qualname__', type(hook).__name__)}, whose "
-                    f"{type(state).__name__} remembers what no checkpoint would have: behind a rollback or a resume "
-                    "the updates would be other ones",
-                    hint="take the hook out, or use one whose state is None or a process group (fp16_compress_hook)",
-                )
-
-
-def _is_constant(state: object) -> bool:
-    """Whether the state of a communication hook only says how to average."""
-    if isinstance(state, tuple):
-        return all(map(_is_constant, state))
-    if type(state).__module__.startswith(("torch.distributed.", "torch._C._distributed")):  # groups, streams of DDP
-        return type(state).__name__ not in ("PowerSGDState", "PostLocalSGDState")
-    return isinstance(state, bool | int | float | str | torch.dtype | None)
 
 
 def check_run(run: object) -> None:

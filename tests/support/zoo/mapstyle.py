@@ -458,6 +458,20 @@ def _(again: bool) -> Any:
     return DataLoader(BySeed(), batch_size=SIZE, shuffle=True, num_workers=1)
 
 
+@kind("augmented by a generator that worker_init_fn makes, in no attribute", REFUSED, trials=("alone",))
+def _(again: bool) -> Any:
+    made: dict[str, np.random.Generator] = {}
+
+    def make(worker: int) -> None:
+        made["noise"] = np.random.default_rng(torch.initial_seed())
+
+    class ByThat(Samples):
+        def __getitem__(self, index: Any) -> tuple[Tensor, int]:
+            return X[index] + torch.tensor(made["noise"].normal(size=8), dtype=torch.float32), int(index)
+
+    return DataLoader(ByThat(), batch_size=SIZE, shuffle=True, num_workers=1, worker_init_fn=make)
+
+
 class OwnNoise(Samples):
     """Augments by a generator of its own."""
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, default_collate, get_worker_info
+from torch.utils.data import (
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+    get_worker_info,
+)
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -137,6 +144,34 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(Remembering(), batch_size=SIZE, num_workers=2, snapshot_every_n_steps=4)
 
 
+class Resumable(Sampler[int]):
+    """Keeps its position, as torchdata's documentation has it."""
+
+    at = 0
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < COUNT:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@kind("StatefulDataLoader, stateful sampler, augmented in workers", REFUSED, trials=("alone",))
+def _(again: bool) -> Any:
+    return StatefulDataLoader(
+        Augmented(), batch_size=SIZE, sampler=Resumable(), num_workers=2, snapshot_every_n_steps=3
+    )
+
+
 @kind("StatefulDataLoader, iterable that counts its own epochs", REFUSED)
 def _(again: bool) -> Any:
     class Counting(Stream):
@@ -185,6 +220,13 @@ def _(again: bool) -> Any:
     node = nodes.ParallelMapper(node, DATA.__getitem__, num_workers=2, method="thread")
     node = nodes.Mapper(nodes.Batcher(node, SIZE), default_collate)
     return nodes.Loader(nodes.Prefetcher(node, prefetch_factor=3))
+
+
+@kind("nodes, processes that draw", REFUSED, trials=("alone",))
+def _(again: bool) -> Any:
+    node: Any = nodes.SamplerWrapper(SequentialSampler(DATA))
+    node = nodes.ParallelMapper(node, Augmented().__getitem__, num_workers=1, method="process")
+    return nodes.Loader(nodes.Mapper(nodes.Batcher(node, SIZE), default_collate))
 
 
 @kind("nodes, MultiNodeWeightedSampler")

@@ -50,6 +50,15 @@ def require_same_last(batch: int, last_under: Callable[[str], Any], comparer: Dr
         comparer.check(batch - 1, read[0])
 
 
+def first_differs(error: RunDoesNotFit) -> UsageError:
+    """Of a new run, which can be refused at its start."""
+    return UsageError(
+        "the first batch of this run is another one when it is read again: the data depend on what does not come back "
+        "behind a crash or rollback",
+        hint=error.hint,
+    )
+
+
 def as_indices(batch: Any) -> Indices:
     """What a sampler gave for one batch, as plain integers; None if it is anything else."""
     entries = batch if isinstance(batch, (list, tuple)) else [batch]

@@ -42,6 +42,9 @@ class IndexFeed:
         self.last: SamplerBatch | None = None
         """Of the batch before the position."""
         self._repeat = False
+        self.copies = 0
+        """How often the reader that begins now gets its first batch again, to be compared. As often as there are
+        workers: then each of them reads, from there on, what it would have read."""
 
     def begin(self, order: BatchOrder, last: Any, *, batch: int, offset: int, key: str | None) -> None:
         """Goes to a position. `key` names the epoch's random states in workers; None without workers."""
@@ -52,7 +55,7 @@ class IndexFeed:
 
     def repeat_last(self) -> None:
         """The next reader gets the batch before the position again, and then the batches behind it."""
-        self._repeat = True
+        self._repeat, self.copies = True, 0
 
     def __iter__(self) -> "IndexFeed":
         self.reading = 0
@@ -64,6 +67,9 @@ class IndexFeed:
             assert self.last is not None
             last = self.replacements.instead(self.last.indices, self._batch - 1, self._drawn_from)
             return self._keyed(last, -1)
+        if self.copies and self.reading == 1:
+            self.copies -= 1
+            return self._keyed(self.peek(), 0)
         while True:
             ahead = self.reading
             indices = self.peek(ahead)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
-from rollback.train.data.cursor.base import Cursor, DrawComparer, Indices, as_indices, require_same_last
+from rollback.train.data.cursor.base import Cursor, DrawComparer, Indices, as_indices, first_differs, require_same_last
 from rollback.train.data.cursor.description import description_of, length_of, other_length, samplers_of
 from rollback.train.data.cursor.digest import digest_of_indices, hex_digest_of
 from rollback.train.data.cursor.feed import IndexFeed, SamplerBatch
@@ -34,8 +34,7 @@ from rollback.train.data.cursor.order import BatchOrder, OneSize, gives_all, ord
 from rollback.train.data.quarantine import Replacements, unreadable
 from rollback.train.data.workers import shut_down
 
-_COMPARED = 16
-"""Batches of the first epoch that are drawn twice from a sampler that is not torch's own."""
+_COMPARED = 16  # batches of the first epoch that are drawn twice from a sampler that is not torch's own
 
 
 class MapStyleCursor(Cursor):
@@ -118,7 +117,7 @@ class MapStyleCursor(Cursor):
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
         self._end_workers_of_epoch()
-        self._unfit, self._unproven = None, self.batch == 0 and self._loader.num_workers == 0
+        self._unfit, self._unproven = None, self.batch == 0
         self._opening = {
             "rng": rng.capture(cuda=False),
             "generators": self._generators.states(),
@@ -131,8 +130,7 @@ class MapStyleCursor(Cursor):
 
     def _refuse_hidden_state(self) -> None:
         """Draws the order twice, unless the sampler is one of torch's own."""
-        first, second = self._trial(), self._trial()
-        if first != second:
+        if self._trial() != self._trial():
             sampler = getattr(self._index_sampler, "sampler", self._index_sampler)
             raise UsageError(
                 f"cannot go back in the order of the {type(sampler).__name__}: drawn twice from the same random "
@@ -262,7 +260,7 @@ class MapStyleCursor(Cursor):
             self._epoch_setters.give(self.epoch, self._opening["epochs"])
             order = self._make_order()
         self._put_back()
-        self._unproven = self.offset > 0 or self._loader.num_workers == 0
+        self._unproven = True
         try:
             self._begin(order, self._move_to_position(order, state))
             self._compare_next(state)
@@ -331,8 +329,7 @@ class MapStyleCursor(Cursor):
         order = order_of(self._index_sampler, lookahead)
         if self._opening["base_seed"] is None:  # else the workers live on, and so does their seed
             self._seeding = (loader.generator or torch.default_generator).get_state()
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            self._base_seed = int(drawn.item())
+            self._base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
             if loader.num_workers > 0:  # which asks its sampler for an iterator a second time
                 order = order_of(self._index_sampler, lookahead)
         order.begin()
@@ -343,6 +340,7 @@ class MapStyleCursor(Cursor):
         self._prove()
         # With workers, which persist in the clone, this drops what they had read ahead, and sends them to the position.
         if self._reader is None:
+            self._feed.copies = self._loader.num_workers if self._unproven and self.comparer is not None else 0
             self._reader = iter(self._present_clone())
         return self._reader
 
@@ -356,24 +354,26 @@ class MapStyleCursor(Cursor):
     def _prove(self) -> None:
         """Once at a position that was gone to, or behind its first batch where none comes before it in the epoch; so
         also in a new run. Behind a rollback hardly a batch comes that was drawn before."""
-        if not self._unproven or self._feed.last is None:
+        if not self._unproven or self._feed.last is None or (comparer := self.comparer) is None:
             return
         self._unproven = False
-        if (comparer := self.comparer) is not None and comparer.knows(self.batch - 1):
-            try:
-                self._read_last_again(comparer)
-            except RunDoesNotFit as error:
-                if self._indices is None or self.batch > 1:
-                    raise
-                told = "the first batch of this run is another one when it is read again: the data depend on "
-                raise UsageError(f"{told}what does not come back behind a crash or rollback", hint=error.hint) from None
+        if not comparer.knows(self.batch - 1):
+            self._reader = None  # workers have copies of it
+            return
+        try:
+            self._read_last_again(comparer)
+        except RunDoesNotFit as error:
+            if self._indices is None or self.batch > 1:
+                raise
+            raise first_differs(error) from None
 
     def _read_last_again(self, comparer: DrawComparer) -> None:
         """Checks that the batch before the position is what it was. A worker reads it under the random states of that
         time. Without workers those states are not known."""
         if self._loader.num_workers > 0:
-            self._reader = self._from_last()
-            comparer.check(self.batch - 1, next(self._reader))
+            copies = 1 if self._reader is None else self._loader.num_workers
+            reader = self._reader = self._from_last() if self._reader is None else self._reader
+            comparer.check(self.batch - 1, [next(reader) for _ in range(copies)][-1])
             return
         states, self._reader = self._of_reading().states(), None
         with rng.preserved():

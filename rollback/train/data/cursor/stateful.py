@@ -8,10 +8,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from rollback.errors import UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import cannot_ask_again
+from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.inorder import InOrderCursor
-from rollback.train.data.cursor.nodes import reading_nothing_ahead, require_no_drawing_threads
+from rollback.train.data.cursor.nodes import nodes_of, reading_nothing_ahead, require_no_drawing_threads
 
 _HF_MODULE = "datasets.iterable_dataset"
 _HF_NO_EPOCH = -1  # a state of another epoch than the present one is not used
@@ -49,6 +51,8 @@ class StatefulCursor(InOrderCursor):
         self._hf_stream = HuggingFaceStream.of(loader)
         self._has_moved = False
         """Whether the loader has been sent to a position."""
+        self._rehearsed_at = rehearsed_at(loader)
+        """The batch of a new run for which the loader is sent back once, to see that it can be; None: for none."""
         self._stream: Any = None
         """The random states under which the batch at the position was read ahead in a step; else None."""
 
@@ -80,6 +84,25 @@ class StatefulCursor(InOrderCursor):
         if state is not None:
             with rng.preserved():
                 self._loader.load_state_dict(copy.deepcopy(state))
+
+    def _fetch(self) -> Any:
+        if self._rehearsed_at is None or (self.epoch, self.offset, self.batch) != (0, *[self._rehearsed_at] * 2):
+            return super()._fetch()
+        state, states = self.state_dict(), rng.capture(cuda=False)
+        before = Digest(super()._fetch()).value
+        self._let_go(self._iterator)
+        self._seek(state)
+        rng.restore(states)
+        data = super()._fetch()
+        if Digest(data).value != before:
+            raise UsageError(
+                f"cannot go back in the batches of a {type(self._loader).__name__}: sent to batch {self.batch} by its "
+                "own state, it gives another one than before, so its worker processes draw random numbers, or keep "
+                "something else, that this state has not",
+                hint="let them draw from the sample's index, as by random.Random(index); or take num_workers=0; or "
+                "torch's DataLoader",
+            )
+        return data
 
     def _give_up_iterator(self) -> None:
         self._is_lost = isinstance(self._loader, DataLoader) or inspect.isgenerator(self._iterator)
@@ -154,6 +177,20 @@ class StatefulCursor(InOrderCursor):
         # A generator function is yet to draw from those that it draws from where an epoch begins.
         kept = zip(self._drawn_from, at_position, self.generators.states(), strict=True)
         self.generators.restore([then if drawn or not self._unbegun else now for drawn, then, now in kept])
+
+
+def rehearsed_at(loader: Any) -> int | None:
+    """A batch whose worker process has read before, in front of which torchdata's loader or nodes have just taken a
+    snapshot of their workers: from an older one these would read again all that they have read, and draw the same.
+    None where there are no such processes."""
+    if isinstance(loader, DataLoader):
+        workers, every = loader.num_workers, getattr(loader, "snapshot_every_n_steps", 1)
+    else:
+        workers = max(
+            (node.num_workers for node in nodes_of(loader) if getattr(node, "method", "") == "process"), default=0
+        )
+        every = 1
+    return -(-workers // every) * every or None
 
 
 class HuggingFaceStream:

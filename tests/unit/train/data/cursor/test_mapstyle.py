@@ -784,17 +784,21 @@ def test_workers_have_the_seeds_that_they_would_have_without_us_also_after_a_res
     expected = [[batch.tolist() for batch in plain] for _ in range(2)]
     assert persistent or expected[0] != expected[1]
     rng.restore(start)
-    cursor = cursor_for(loader())
+    cursor, comparer = cursor_for(loader()), Recorded()
+    cursor.comparer = comparer
     got: list[list[Any]] = []
     for _ in range(2):
         cursor.open_epoch()
-        got.append([cursor.next().tolist()])
+        first = cursor.next()
+        comparer.digests[cursor.batch - 1] = Digest(first).value
+        got.append([first.tolist()])
         state = cursor.state_dict()
         got[-1].append(cursor.next().tolist())
         with pytest.raises(StopIteration):
             cursor.next()
     cursor.close()
     assert got == expected
+    assert comparer.asked == [0], "read again, by the same worker"
     fresh = cursor_for(loader())
     fresh.load_state_dict(state)
     # Which worker reads a batch may be another one; that its seed is one of the same epoch may not.
@@ -958,17 +962,20 @@ class Told(Numbers):
         return index + self.by
 
 
-@pytest.mark.parametrize("data", [Counting, InClosure, Told])
-def test_data_that_do_not_come_back_are_refused_behind_the_first_batch_of_a_run(data: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(("data", "workers"), [(Counting, 0), (InClosure, 0), (Told, 0), (InClosure, 1)])
+def test_data_that_do_not_come_back_are_refused_behind_the_first_batch_of_a_run(
+    data: Callable[[], Any], workers: int
+) -> None:
     """And not by a rollback in the middle of a night."""
     told, comparer = data(), Recorded()
-    cursor = cursor_for(DataLoader(told, 2))
+    cursor = cursor_for(DataLoader(told, 2, num_workers=workers))
     cursor.comparer = comparer
     cursor.open_epoch()
     comparer.digests[0] = Digest(cursor.next()).value
     told.by = 0.5
     with pytest.raises(UsageError, match="another one when it is read again"):
         cursor.next()
+    cursor.close()
 
 
 class FromThirdBatch(Numbers):
