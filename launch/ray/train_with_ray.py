@@ -6,11 +6,14 @@ from typing import Any
 
 import ray.train
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer, prepare_model
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rollback
+from rollback.errors import ExitCode, RollbackError
+
+WANTS_A_PERSON = (ExitCode.USAGE, ExitCode.NO_CHECKPOINT, ExitCode.STRUCTURAL, ExitCode.UNFIT)
 
 
 def train(config: dict[str, Any]) -> None:
@@ -39,6 +42,15 @@ def on_each_worker(config: dict[str, Any]) -> Any:
     return 0
 
 
+class Refusals(UserCallback):
+    """Ends the job where a guard refuses it on any worker: Ray would start all of them again, to be refused again."""
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        for error in worker_exceptions.values():
+            if isinstance(error, RollbackError) and error.exit_code in WANTS_A_PERSON:
+                raise error  # Ray tries no such error again
+
+
 def fit(
     train: Callable[[dict[str, Any]], None], config: dict[str, Any], *, max_failures: int = 100, **more: Any
 ) -> int:
@@ -46,11 +58,20 @@ def fit(
 
     more: for TorchTrainer.
     """
-    run_config = RunConfig(storage_path=f"{config['run']}-ray", failure_config=FailureConfig(max_failures=max_failures))
+    run_config = RunConfig(
+        storage_path=f"{config['run']}-ray", failure_config=FailureConfig(max_failures=max_failures),
+        callbacks=[Refusals()],
+    )  # fmt: skip
     trainer = TorchTrainer(
         on_each_worker, train_loop_config={**config, "train": train}, run_config=run_config, **more
     )  # fmt: skip
-    code: Any = trainer.fit().return_value
+    try:
+        code: Any = trainer.fit().return_value
+    except ControllerError as error:
+        if not isinstance(refused := error.controller_failure, RollbackError):
+            raise
+        print(f"rollback: error: {refused}", file=sys.stderr)
+        code = refused.exit_code
     return int(code)
 
 

@@ -131,7 +131,9 @@ class Draining:
         if in_run:
             then = ", and the same command copies it" if self.hint is None else ""
             return f"not at {url} ({self.why_not()}): it is in {paths.checkpoint(name)}{then}"
-        return f"in no durable ring: {self.why_not()}"
+        in_memory = any(found.name == name for found in tiers.in_slots(paths))
+        where = "in memory alone, which a reboot or a new container takes, and " if in_memory else ""
+        return f"{where}in no durable ring: {self.why_not()}"
 
     @property
     def hint(self) -> str | None:

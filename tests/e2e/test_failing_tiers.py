@@ -237,6 +237,8 @@ def test_a_final_state_that_did_not_get_into_the_ring_is_told_with_the_reason(
         status, output = scenarios.launch(paths.root, ranks=1)
     assert status == 74, output
     (ended,) = [line for line in output.splitlines() if line.startswith("rollback: failed: ")]
-    assert "training is complete at step 65, but its final state is in no durable ring: " in ended
+    in_memory = "in memory alone, which a reboot or a new container takes, and "
+    where = f"{'' if fault == 'run.json is gone' else in_memory}in no durable ring: "
+    assert f"training is complete at step 65, but its final state is {where}" in ended
     assert why in ended
     assert "above" not in ended

@@ -120,6 +120,16 @@ def test_more_spares_than_hosts_start_nothing() -> None:
     assert done.stderr == "many-hosts: 2 hosts and SPARES=2 leave none that trains\n"
 
 
+def test_many_hosts_meet_at_the_first_one_whoever_logs_in_there(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["/bin/bash", str(LAUNCH / "bare" / "many-hosts"), "me@one", "two", "--", "train.py"]
+    done = subprocess.run(words, check=True, env=environment, capture_output=True, text=True, timeout=60)
+    assert [line for line in done.stdout.splitlines() if line in ("me@one", "two")] == ["me@one", "two"]
+    assert set(re.findall(r"--rdzv-endpoint\W+(\S+?:\d+)", done.stdout)) == {"one:29400"}
+
+
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=name)
 def test_manifests_fit_the_published_schemas(manifest: Path) -> None:
     """What the models do not know they drop, so a manifest must come back as it went in."""
