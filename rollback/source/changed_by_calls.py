@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollback.source.loop_carried import LoopIteration
-from rollback.source.script_file import ScriptFile
-from rollback.source.syntax import Function, Loop, dotted, parameters_of
+from rollback.source.script_file import ScriptFile, methods_of
+from rollback.source.syntax import Function, Loop, dotted, is_marked, parameters_of
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class ChangedByCalls:
         self.found: dict[str, int] = {}
         self.rebound: set[str] = set()
         self._scopes, self._function, tree = file.scopes, file.function_of(loop), file.tree
-        self._classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        self._classes = file.classes
         methods = [item for kind in self._classes.values() for item in kind.body]
         functions = (node for node in ast.walk(tree) if isinstance(node, Function) and node not in methods)
         self._functions = {node.name: node for node in functions}
-        self._kinds = dict(_objects_made(tree, self._classes))
+        self._kinds = dict(file.made_here)
         self._kinds.update(("self", kind) for kind in self._classes.values() if loop in ast.walk(kind))
         self._entered: set[tuple[int, frozenset[tuple[str, str]]]] = set()
         self._look_into(_Body(loop.body, self._function), ())
@@ -80,11 +80,11 @@ class ChangedByCalls:
         for its, asked in ((receiver, method), (name, "__call__")):
             if (owner := self._as_called(its, body)) is not None:
                 kind = self._kinds.get(owner) or self._kinds.get(its)
-                found = None if kind is None else next(_methods(kind, asked, self._classes), None)
-                if kind is None or found is None or _is_marked(found, "classmethod"):
+                found = None if kind is None else next(methods_of(kind, asked, self._classes), None)
+                if kind is None or found is None or is_marked(found, "classmethod"):
                     continue
                 self._kinds.setdefault(owner, kind)
-                yield found, None if _is_marked(found, "staticmethod") else owner
+                yield found, None if is_marked(found, "staticmethod") else owner
 
     def _as_called(self, name: str, body: _Body) -> str | None:
         """What the loop's function calls a variable; None: it does not outlive the body's function, or is another."""
@@ -98,10 +98,6 @@ class ChangedByCalls:
         return self._scopes.home_of(name, one) is self._scopes.home_of(name, other)
 
 
-def _is_marked(method: Function, by: str) -> bool:
-    return any(isinstance(mark, ast.Name) and mark.id == by for mark in method.decorator_list)
-
-
 def _arguments(call: ast.Call, function: Function, *, is_method: bool) -> Iterator[tuple[str, str]]:
     """The parameters that are given what has a name, and that name. is_method: the first one is what it is of."""
     names = [value if isinstance(value, ast.Starred) else dotted(value) for value in call.args]
@@ -113,31 +109,3 @@ def _arguments(call: ast.Call, function: Function, *, is_method: bool) -> Iterat
     for word in call.keywords:
         if word.arg is not None and (name := dotted(word.value)) is not None:
             yield word.arg, name
-
-
-def _methods(kind: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]) -> Iterator[Function]:
-    """Those of that name, of the class and of its bases in this file. Two classes of one name may seem to be bases of
-    each other."""
-    kinds = [kind]
-    for each in kinds:
-        yield from (item for item in each.body if isinstance(item, Function) and item.name == name)
-        bases = (classes.get(base.id) for base in each.bases if isinstance(base, ast.Name))
-        kinds += [base for base in bases if base is not None and base not in kinds]
-
-
-def _objects_made(tree: ast.AST, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, ast.ClassDef]]:
-    for target, value in (pair for node in ast.walk(tree) for pair in _assigned(node)):
-        match value:
-            case ast.Call(func=ast.Name(id=kind)) if kind in classes and (name := dotted(target)) is not None:
-                yield name, classes[kind]
-
-
-def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Targets and values: of `a, b = A(), B()` both."""
-    match node:
-        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
-            yield from zip(targets, values, strict=False)
-        case ast.Assign(targets=targets, value=value):
-            yield from ((target, value) for target in targets)
-        case ast.AnnAssign(target=target, value=ast.expr() as value):
-            yield target, value

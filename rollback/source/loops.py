@@ -49,7 +49,10 @@ class ScriptLoops(ScriptFile):
         self._all = [node for node in ast.walk(self.tree) if isinstance(node, Loop)]
         self._loops = [loop for loop in self._all if isinstance(loop, ast.For)]
         mentioned = "backward" in source  # else nothing of what follows is found, and a large file takes seconds
-        training = [loop for loop in self._loops if mentioned and any(map(is_backward, self.reached(loop)))]
+        training = self._that_train() if mentioned else []
+        if mentioned and not training and self._methods_train():
+            self._reached, self.guesses_owners = {}, True
+            training = self._that_train()
         whole = [loop for loop in training if range_of(loop) is None and not self._divides(loop)]
         pairs = [(loop, item) for loop in whole for item in self._inside(loop, training)]
         gathered = [pair for pair in pairs if self._is_of_update(*pair)]
@@ -106,6 +109,12 @@ class ScriptLoops(ScriptFile):
             may_train = [loop for loop in self._loops if names_epochs(loop) or self._has_optimizer(loop)]
         self.epoch_loops = {loop: numbers for loop in may_train if (numbers := self.numbers(loop)) is not None}
         """The loops that may go over epochs, each with its call of `range`, or with what has a range in it."""
+
+    def _that_train(self) -> list[ast.For]:
+        return [loop for loop in self._loops if any(map(is_backward, self.reached(loop)))]
+
+    def _methods_train(self) -> bool:
+        return any(map(is_backward, (node for kind in self.classes.values() for node in ast.walk(kind))))
 
     def epoch_loop_at(self, line: int) -> int | None:
         """The line of the innermost such loop in whose body `line` is."""

@@ -2,10 +2,10 @@
 
 import ast
 import symtable
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rollback.errors import UsageError
-from rollback.source.syntax import Function, Loop, Scope, of_scope, parameters_of
+from rollback.source.syntax import Function, Loop, Scope, dotted, is_marked, of_scope, parameters_of
 
 SymbolTable = symtable.SymbolTable
 
@@ -13,8 +13,10 @@ _AGAIN = (
     ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.For, ast.AsyncFor, ast.While,
 )  # fmt: skip
 """What may do again and again what is in it."""
-_OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
-"""Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
+_OF_OPTIMIZERS = ("step", "update")
+_OF_MODULES = ("train", "eval", "zero_grad", "to", *_OF_OPTIMIZERS)
+"""Methods that models and optimizers have: `model.train()` does not mean the script's own of that name, unless the file
+shows that `model` is an object of a class of its own."""
 _DEPTH = 280
 """Levels of a file's tree. Who reads it calls itself for each, as `ast.unparse` does by three calls a level, and Python
 lets a thousand be open."""
@@ -32,12 +34,25 @@ class ScriptFile:
             raise SyntaxError("it is nested too deeply") from error
         _require_flat(self.tree)
         self.functions: dict[str, list[Function]] = {}
+        self.classes: dict[str, ast.ClassDef] = {}
         self._methods: set[str] = set()
+        self._owners: dict[ast.AST, str] = {}
+        """By method: what it calls the object that it is of."""
         for node in ast.walk(self.tree):
             if isinstance(node, Function):
                 self.functions.setdefault(node.name, []).append(node)
             if isinstance(node, ast.ClassDef):
-                self._methods |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+                self.classes[node.name] = node
+                methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+                self._methods |= {item.name for item in methods}
+                of_objects = (item for item in methods if not is_marked(item, "staticmethod"))
+                self._owners.update((item, name) for item in of_objects for name in parameters_of(item)[:1])
+        self.guesses_owners = False
+        """Whether what this file gives no value, as an argument, may be an object of its classes."""
+        given = [pair for node in ast.walk(self.tree) for pair in _assigned(node)]
+        self._assigned = {dotted(target) for target, _ in given}
+        self.made_here = dict(_objects_made(given, self.classes))
+        """The class of an object that is made in this file, by the name that it gets: `stopper = Stopper()`."""
         scopes = (node for node in ast.walk(self.tree) if isinstance(node, Scope))
         self.scope_of: dict[ast.AST, Scope] = {node: scope for scope in scopes for node in ast.walk(scope)}
         """What has a node: the innermost function, which comes last here, or the file."""
@@ -52,11 +67,21 @@ class ScriptFile:
         match node:
             case ast.Call(func=ast.Name(id=name)):
                 return name
-            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id="self"))):
+            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id=owner))) if owner in (
+                "self",
+                self._owners.get(self.scope_of.get(node, self.tree)),
+            ):
                 return name
-            case ast.Call(func=ast.Attribute(attr=name)) if name in self._methods and name not in _OF_MODULES:
-                return name
+            case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in self._methods:
+                return name if name not in _OF_MODULES or self._has_own(owner, name) else None
         return None
+
+    def _has_own(self, owner: ast.expr, name: str) -> bool:
+        """Whether it has a method of that name by a class of this file, as far as the file tells."""
+        known = dotted(owner) or ""
+        if (kind := self.made_here.get(known)) is not None:
+            return any(methods_of(kind, name, self.classes))
+        return self.guesses_owners and name in _OF_OPTIMIZERS and known not in self._assigned
 
     def reached_by(self, statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
         """These, and the bodies of what they call."""
@@ -74,7 +99,7 @@ class ScriptFile:
         """The calls of a function, each with one of its arguments as an assignment to that name."""
         if not isinstance(function, ast.FunctionDef):
             return
-        names = [name for name in parameters_of(function) if name != "self"]
+        names = [name for name in parameters_of(function) if name not in ("self", self._owners.get(function))]
         for call in ast.walk(self.tree):
             if isinstance(call, ast.Call) and self.called(call) == function.name:
                 given = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
@@ -97,6 +122,36 @@ class ScriptFile:
             entered.append(function)
             node = calls[0]
         return True
+
+
+def methods_of(kind: ast.ClassDef, name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[Function]:
+    """Those of that name, of the class and of its bases in this file. Two classes of one name may seem to be bases of
+    each other."""
+    kinds = [kind]
+    for each in kinds:
+        yield from (item for item in each.body if isinstance(item, Function) and item.name == name)
+        bases = (classes.get(base.id) for base in each.bases if isinstance(base, ast.Name))
+        kinds += [base for base in bases if base is not None and base not in kinds]
+
+
+def _objects_made(
+    given: Sequence[tuple[ast.expr, ast.expr]], classes: Mapping[str, ast.ClassDef]
+) -> Iterator[tuple[str, ast.ClassDef]]:
+    for target, value in given:
+        match value:
+            case ast.Call(func=ast.Name(id=kind)) if kind in classes and (name := dotted(target)) is not None:
+                yield name, classes[kind]
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Targets and values: of `a, b = A(), B()` both."""
+    match node:
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+            yield from zip(targets, values, strict=False)
+        case ast.Assign(targets=targets, value=value):
+            yield from ((target, value) for target in targets)
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield target, value
 
 
 def _require_flat(tree: ast.Module) -> None:

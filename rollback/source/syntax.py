@@ -39,6 +39,10 @@ def parameters_of(function: Function) -> list[str]:
     return [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
 
 
+def is_marked(method: Function, by: str) -> bool:
+    return any(isinstance(mark, ast.Name) and mark.id == by for mark in method.decorator_list)
+
+
 def blocks_in(tree: ast.AST) -> Iterator[list[ast.stmt]]:
     """All lists of statements: bodies, and what is behind `else`, `except`, `finally`."""
     for node in ast.walk(tree):

@@ -97,9 +97,46 @@ def lines(source: str) -> tuple[list[int], list[int | None]]:
     return [loop.lineno for loop in loops.batch_loops], [loop.lineno if loop else None for loop in around]
 
 
+STEPPED = """
+class Task:
+    def update(s, x):
+        f(x).backward()
+    def fit(s):
+        for epoch in range(3):
+            for x in s.loader:
+                s.update(x)
+"""
+TRAINED = """
+class Base:
+    def train(self):
+        for x in self.loader:
+            f(x).backward()
+class Task(Base):
+    pass
+task = Task()
+for epoch in range(3):
+    task.train()
+"""
+HANDED_ON = """
+class Task:
+    def step(self, x):
+        f(x).backward()
+def fit(task):
+    for epoch in range(3):
+        for x in loader:
+            task.step(x)
+    for x in validation:
+        metric.step(x)
+metric = Metric()
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "batches", "epochs"),
     [
+        (STEPPED, [7], [6]),
+        (TRAINED, [4], [9]),
+        (HANDED_ON, [7], [6]),
         (PLAIN, [3], [2]),
         (IN_FUNCTIONS, [6], [9]),
         (IN_METHODS, [7], [4]),
