@@ -2,7 +2,8 @@
 
     phase      the thread                                              what moves it on
     FOLLOWING  reads the ranks' journal and copies what is due         `finish`, `close`
-    FINISHING  copies what is left, the newest checkpoint included     nothing is left, or a copy fails; `close`
+    FINISHING  copies what is left, the newest checkpoint included     nothing is left, or a copy fails (for long, where
+                                                                       memory alone has what is left); `close`
     FINISHED   waits                                                   `close`
     CLOSING    brings the record up to date a last time                done, or failed
     CLOSED     has ended
@@ -15,10 +16,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from enum import IntEnum
 from functools import partial
 
 from rollback.checkpoints import pins, tiers
+from rollback.checkpoints import ring as checkpoint_ring
 from rollback.config import Settings
 from rollback.errors import (
     CheckpointLeft,
@@ -33,9 +36,9 @@ from rollback.facts.history import History, fold
 from rollback.facts.training import Drained, DrainFailed, Fact, LeftDurableRing
 from rollback.ring.copy_requests import CopyingHosts
 from rollback.ring.in_run import RingInRun
-from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain, to_evict
+from rollback.ring.schedule import DrainPace, LastCopy, Situation, in_memory_alone, next_to_drain, to_evict
 from rollback.ring.url.ring import RingAtUrl, RunFromUrl
-from rollback.ring.url.store import Store
+from rollback.ring.url.store import PATIENCE, Store
 from rollback.rundir.host_records import Transport
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
@@ -92,7 +95,8 @@ def drainer_for(
         in_run = RingInRun(paths, others) if transport is None else RunFromUrl(paths, store, say)
         ring = RingAtUrl(paths, store, say, others)
     keep = settings.keep if settings.keep_durable is None else settings.keep_durable
-    return Drainer(paths, ring, DrainPace.parse(settings.checkpoint_every), keep, note, say, in_run)
+    patience = 0.0 if transport is None else PATIENCE  # hosts apart have no run directory for what the URL refuses
+    return Drainer(paths, ring, DrainPace.parse(settings.checkpoint_every), keep, note, say, in_run, patience)
 
 
 class Drainer:
@@ -100,7 +104,8 @@ class Drainer:
 
     keep: capacity of the durable ring. note, say: take a fact for the journal, a line for people; called from the
     thread. in_run: a second target for the final state of a complete run, if `ring` is not the run directory's; None:
-    no second target.
+    no second target. patience: seconds from `finish` on for which what memory alone has is tried again where the ring
+    refuses it, so long as nobody gives up.
     """
 
     def __init__(
@@ -112,10 +117,14 @@ class Drainer:
         note: Callable[[Fact], None],
         say: Callable[[str], None],
         in_run: SecondTarget | None = None,
+        patience: float = 0.0,
     ) -> None:
         self._in_run = in_run
         self._paths, self._ring, self._pace, self._keep = paths, ring, pace, keep
         self._note, self._say = note, say
+        self._patience, self._given_up = patience, False
+        self._until: float | None = None
+        """When the patience is over, in monotonic seconds; None: it has not been needed."""
         self._tail: JournalTail | None = None
         self._history = History()
         self._lost: set[str] = set()
@@ -155,6 +164,9 @@ class Drainer:
         self._ring.give_up()
         if isinstance(self._in_run, RingInRun):  # else it is reached by the same store
             self._in_run.give_up()
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
 
     def wait(self, phase: DrainPhase, seconds: float) -> bool:
         """Wait until the thread has reached or passed a phase. False: it has not within so many seconds."""
@@ -185,8 +197,11 @@ class Drainer:
         try:
             self._work(phase)
         except (RollbackError, OSError) as error:
-            self._complain(None, error)
             self._opened = False  # whether what was under way was done there is found out
+            if phase is DrainPhase.FINISHING and (left := self._left_to_wait(error)) > 0.0:
+                self._pause(phase, min(_FIRST_WAIT, left))
+                return
+            self._complain(None, error)
             if phase is DrainPhase.FOLLOWING:
                 self._pause(phase, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(self._failures - 1, _DOUBLED)))
         else:
@@ -197,7 +212,24 @@ class Drainer:
 
     def _pause(self, phase: DrainPhase, seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._phase is not phase, seconds)
+            ending = phase is DrainPhase.FINISHING
+            self._changed.wait_for(lambda: self._phase is not phase or (ending and self._given_up), seconds)
+
+    def _left_to_wait(self, error: Exception) -> float:
+        """Seconds for which what memory alone has is tried again though no rank runs any more: a new container would
+        not find it, and what refuses (a key that was changed a moment ago) may pass. The first time, it is told."""
+        name = None
+        if self._patience and not self._given_up:
+            with contextlib.suppress(RollbackError, OSError):  # else what memory has is not known
+                in_slots = [place.name for place in tiers.in_slots(self._paths)]
+                name = in_memory_alone(self._situation(ending=True), in_slots, checkpoint_ring.names(self._paths))
+        if name is None:
+            return 0.0
+        clock = time.monotonic()
+        if self._until is None:
+            self._until = clock + self._patience
+            self._tell_of_waiting(name, error)
+        return self._until - clock
 
     def _work(self, phase: DrainPhase) -> None:
         if phase is DrainPhase.FINISHED:
@@ -339,6 +371,14 @@ class Drainer:
                 self._say(f"the durable ring: {text}; {what}{', and training does not wait for it' if follows else ''}")
             self._said = text if checkpoint is None else self._said
             self._note(DrainFailed(checkpoint=checkpoint, place=self._ring.place, error=text))
+
+    def _tell_of_waiting(self, name: str, error: Exception) -> None:
+        self.trouble = self._said = text = message_of(error)
+        self._failures += 1
+        at = datetime.fromtimestamp(time.time() + self._patience, timezone.utc)
+        again = f"{name} is in memory alone: it is tried again until {at:%H:%M:%S} UTC"
+        self._say(f"the durable ring: {text}; {again}, for {self._patience:.0f} s (interrupt twice to end now)")
+        self._note(DrainFailed(checkpoint=name, place=self._ring.place, error=f"{text}; {again}"))
 
     def _recover(self) -> None:
         """Something was written there."""

@@ -91,6 +91,18 @@ def next_to_drain(now: Situation, pace: DrainPace, clock: float) -> str | None:
     return None
 
 
+def in_memory_alone(now: Situation, in_memory: Collection[str], in_run: Collection[str]) -> str | None:
+    """The checkpoint from which the next start would go on, where memory alone has it; None: it is elsewhere too, or
+    cannot be copied.
+
+    in_memory, in_run: those in this host's memory and in its run directory.
+    """
+    newest = on_record(now.history, {*now.considered, *in_memory})[-1:]
+    name = _final_off_record(now) or (newest[0] if newest else None)
+    elsewhere = {*now.drained, *now.lost, *in_run}
+    return name if name in in_memory and name not in elsewhere else None
+
+
 def _final_off_record(now: Situation) -> str | None:
     """The final state, if it is to be copied and no line says that it was committed: a full disk has lost the line, and
     a start found the checkpoint in memory with nothing left to train."""

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -23,11 +24,11 @@ from rollback.config import Settings
 from rollback.errors import CheckpointLeft, CheckpointUnreadable, RingUnavailable, RunDoesNotFit
 from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact, Finished, LeftDurableRing
 from rollback.ring import drainer as draining
-from rollback.ring.drainer import Drainer, DrainPhase
+from rollback.ring.drainer import Drainer, DrainPhase, DurableRing
 from rollback.ring.in_run import RingInRun
 from rollback.ring.schedule import DrainPace
 from rollback.ring.url.ring import RingAtUrl, RunFromUrl
-from rollback.ring.url.store import Store
+from rollback.ring.url.store import PATIENCE, Store
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import CheckpointName, RunPaths
@@ -248,6 +249,95 @@ def test_the_final_state_comes_home_where_the_ring_is_away_and_the_memory_is_giv
     assert (home.has, released) == ([name], [name])
     (line,) = told  # that it works again would be no help: there is no time left for the checkpoint
     assert line == "the durable ring: nobody answers; this launch does not try it again"
+
+
+class Refuses(AwayForDays):
+    """A ring that answers, and refuses for so many seconds; each try takes 5 of them."""
+
+    def __init__(self, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._seconds, self._clock = seconds, 1000.0
+        self.has: list[str] = []
+        monkeypatch.setattr(draining, "_FIRST_WAIT", 0.0)
+        monkeypatch.setattr(draining, "time", SimpleNamespace(monotonic=lambda: self._clock, time=lambda: self._clock))
+
+    def open(self) -> None:
+        self.tries += 1
+        self._clock += 5.0
+        if self._clock <= 1000.0 + self._seconds:
+            raise RingUnavailable("Access Denied")
+
+    def held(self) -> Sequence[str]:
+        return self.has
+
+    def if_stuck(self, let_go: Callable[[], None]) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        self.has.append(manifest.name)
+
+
+def of_hosts_apart(
+    paths: RunPaths, ring: DurableRing, note: Callable[[Fact], None], say: Callable[[str], None]
+) -> Drainer:
+    home = RunFromUrl(paths, Store(f"file://{paths.root}/bucket"), lambda text: None)
+    return Drainer(paths, ring, DrainPace.parse("10"), 3, note, say, home, patience=60.0)
+
+
+WAITED_FOR = (
+    "Access Denied; {name} is in memory alone: it is tried again until 00:17:45 UTC"  # 60 s behind the first refusal
+)
+
+
+@pytest.mark.parametrize(("seconds", "tries"), [(45.0, 10), (3600.0, 13)], ids=["for a while", "for good"])
+def test_what_memory_alone_has_is_tried_again_at_the_end_for_as_long_as_a_url_that_does_not_answer(
+    at_its_end: tuple[RunPaths, str, list[str | None]], monkeypatch: pytest.MonkeyPatch, seconds: float, tries: int
+) -> None:
+    """A key that was changed a moment ago, a clock that is off: a container that ends takes the memory with it."""
+    (paths, name, released), told, facts = at_its_end, list[str](), list[Fact]()
+    ring = Refuses(seconds, monkeypatch)
+    drainer = of_hosts_apart(paths, ring, facts.append, told.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(drainer._in_run, "put", lambda *_: None)
+    drainer.finish()
+    drainer.start()
+    assert drainer.wait(DrainPhase.FINISHED, 60)
+    waits, *rest = told
+    expected = WAITED_FOR.format(name=name)
+    assert waits == f"the durable ring: {expected}, for 60 s (interrupt twice to end now)"
+    (failed,) = [fact for fact in facts if isinstance(fact, DrainFailed)]
+    assert failed.error == expected, "`rollback status` tells it"
+    assert (ring.tries, ring.has) == (tries, [name] if seconds < 60.0 else [])
+    assert rest == (["the durable ring away:// works again"] if ring.has else [])
+    assert drainer.trouble == (None if ring.has else "Access Denied")
+    drainer.close()
+    assert drainer.wait(DrainPhase.CLOSED, 60)
+    assert released == [name]
+
+
+def test_who_gives_up_does_not_wait_for_a_ring_that_refuses(
+    at_its_end: tuple[RunPaths, str, list[str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (paths, _, _), waits = at_its_end, threading.Event()
+    ring = Refuses(3600.0, monkeypatch)
+    monkeypatch.setattr(draining, "_FIRST_WAIT", 3600.0)
+    drainer = of_hosts_apart(paths, ring, lambda fact: None, lambda text: waits.set())  # type: ignore[arg-type]
+    drainer.finish()
+    drainer.start()
+    assert waits.wait(60)
+    assert not drainer.wait(DrainPhase.FINISHED, 0)
+    drainer.give_up()
+    assert drainer.wait(DrainPhase.FINISHED, 60)
+    drainer.close()
+    assert drainer.wait(DrainPhase.CLOSED, 60)
+
+
+def test_hosts_apart_alone_wait_for_a_ring_that_refuses(tmp_path: Path) -> None:
+    """One host has its run directory, or the disk that refuses."""
+    paths, url = RunPaths(tmp_path), Settings(ring="file:///bucket/run")
+    for transport, expected in ((None, 0.0), (SimpleNamespace(), PATIENCE)):
+        drainer = draining.drainer_for(paths, url, lambda fact: None, print, transport)  # type: ignore[arg-type]
+        assert drainer is not None
+        assert drainer._patience == expected
 
 
 class Overtaken(AwayForDays):

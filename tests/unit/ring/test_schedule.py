@@ -20,7 +20,15 @@ from rollback.facts.training import (
     Restored,
 )
 from rollback.policy import PolicyCheckpoint
-from rollback.ring.schedule import DrainPace, LastCopy, Situation, good_ones_at, next_to_drain, to_evict
+from rollback.ring.schedule import (
+    DrainPace,
+    LastCopy,
+    Situation,
+    good_ones_at,
+    in_memory_alone,
+    next_to_drain,
+    to_evict,
+)
 from rollback.rundir.paths import CheckpointName
 
 AUTO = DrainPace()
@@ -74,6 +82,18 @@ def test_a_final_state_whose_commit_the_journal_has_lost_goes_at_the_end() -> No
     assert next_to_drain(Situation(run, (*there, final), ending=True), AUTO, 0.0) is None
     assert next_to_drain(Situation(run, there, lost={final}, ending=True), AUTO, 0.0) is None
     assert final not in dict(to_evict(Situation(run, (*there, final)), keep=1))
+
+
+def test_what_memory_alone_has_is_what_the_next_start_would_go_on_from() -> None:
+    run, (first, second, third) = run_of(3, good=2), names(3)
+    assert in_memory_alone(Situation(run, (first,)), {second, third}, ()) == third
+    for elsewhere in (Situation(run, (third,)), Situation(run, (first,), lost=(third,))):
+        assert in_memory_alone(elsewhere, {second, third}, ()) is None
+    assert in_memory_alone(Situation(run, (first,)), {second, third}, {third}) is None
+    assert in_memory_alone(Situation(run, ()), (), {first}) is None, "it has left memory"
+    unnamed = CheckpointName.of(3, 30)
+    ended = fold([JournalEntry(seq=9, at="", attempt=1, fact=Finished(step=30, batch=30, checkpoint=unnamed))], run)
+    assert in_memory_alone(Situation(ended, (third,)), {third, unnamed}, ()) == unnamed, "no line says its commit"
 
 
 def test_what_is_pinned_goes_whatever_the_pace_is() -> None:
