@@ -7,6 +7,7 @@
 - what is wrong with its flags it says in a line, to the supervisor;
 - it has its ranks forked from a process that has imported torch, and may have waited with that done for its turn;
 - it writes down which ranks failed and how. torchrun exits with 1 whatever happened and tells the rest in prose;
+- it says what it waits for where the store of the rendezvous does not answer, and does not wait for ever;
 - it knows a value for `--logs-specs` that sends the output of the ranks to the supervisor.
 """
 
@@ -42,6 +43,7 @@ from rollback.agent.overrides import (
     read_arguments,
 )
 from rollback.agent.shortage import RankNotForked, is_of_shortage
+from rollback.agent.store_connection import watch_connections
 from rollback.environment import ENV_PRELOAD, ENV_STANDBY, ENV_TORCHRUN
 from rollback.errors import UsageError
 from rollback.instructions import Instructions
@@ -70,6 +72,8 @@ def describe(error: BaseException, sent: Mapping[int, int] | None = None) -> dic
     failures = getattr(error, "failures", {})
     order = sorted(failures, key=lambda rank: _precedence(failures[rank]))
     told = {rank: _told(failures[rank].error_file_data.get("message")) for rank in order}
+    if error.__cause__ is not None and "See inner exception for details" in str(error):
+        error = error.__cause__
     return {
         "error": f"{type(error).__name__}: {error}".splitlines()[0],
         "shortage": is_of_shortage(error) or any(each.get("shortage") is True for each in told.values()),
@@ -169,6 +173,12 @@ def _tell_supervisor(path: str, told: Mapping[str, Any]) -> None:
         write_file(Path(path), json.dumps(told).encode(), durable=False)
 
 
+def _give_up(instructions: Instructions, reason: str) -> NoReturn:
+    """From a thread, where torchrun's own does not come back."""
+    _tell_supervisor(instructions.failures, {"error": reason, "shortage": False, "failures": []})
+    _leave_at_once(1)
+
+
 def _refuse(instructions: Instructions, reason: str) -> NoReturn:
     error = UsageError(
         f"torchrun does not take its flags: {' '.join(reason.split())}",
@@ -226,6 +236,7 @@ def _run(
         leave_patience_to(instructions, stopping, start, given=patience_is_given)
         started, sent = leave_restarting_to_supervisor(instructions.restarts), note_whom_torchrun_ends()
         check_configuration()
+        watch_connections(lambda reason: _give_up(instructions, reason))
         launcher: Any = importlib.import_module("torch.distributed.run")
         launcher.record(launcher.run)(arguments)
     except WrongUse as error:

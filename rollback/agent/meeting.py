@@ -33,6 +33,7 @@ from rollback.instructions import MeetingPoint
 _KEPT = 64  # lines of the leader
 _POLL = 0.1
 _CONNECT = timedelta(seconds=10)
+_MUTE = 20.0  # seconds after which what listens there is no store: torch itself would wait for its answer for ever
 _LINE = timedelta(seconds=10)  # after which a follower asks whether it has missed one
 _EMPTY = b"\n"
 
@@ -150,19 +151,32 @@ def meet(point: MeetingPoint, channel: Channel) -> MeetingEnd:
     is_host = utils._matches_machine_hostname(point.host) if point.is_host is None else point.is_host
     if is_host:
         try:
-            return StoreHost(_store(distributed, point, has_it=True), point.keys, channel)
+            return StoreHost(_store(distributed, point, channel, has_it=True), point.keys, channel)
         except (ValueError, RuntimeError):
             if point.is_host:
                 raise
             # Another process of this host has it: as for torchrun, this one is a guest then.
-    first = _store(distributed, point, has_it=False)
-    return StoreGuest(first, _store(distributed, point, has_it=False), point.keys, channel)
+    first = _store(distributed, point, channel, has_it=False)
+    return StoreGuest(first, _store(distributed, point, channel, has_it=False), point.keys, channel)
 
 
-def _store(distributed: Any, point: MeetingPoint, *, has_it: bool) -> Any:
-    store = distributed.TCPStore(
-        point.host, point.port, is_master=has_it, timeout=_CONNECT, wait_for_workers=False, multi_tenant=False
-    )
+def _store(distributed: Any, point: MeetingPoint, channel: Channel, *, has_it: bool) -> Any:
+    through = threading.Event()
+
+    def watch() -> None:
+        if not through.wait(_MUTE):
+            channel.tell(
+                gone="what listens there does not answer as torch's store does; ss -ltnp there shows what it is"
+            )
+            os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        store = distributed.TCPStore(
+            point.host, point.port, is_master=has_it, timeout=_CONNECT, wait_for_workers=False, multi_tenant=False
+        )
+    finally:
+        through.set()
     store.set_timeout(_LINE)
     return store
 

@@ -32,6 +32,7 @@ from rollback.supervisor.last_snapshot import last_snapshot_on_host, note_last_s
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.patience import patiently
+from rollback.supervisor.preflight import require_free_port
 from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchOptions
 from rollback.supervisor.torchrun.host import Host, Running
@@ -74,6 +75,7 @@ class Attempts:
             self._last_start, self._salt = last, last.salt or self._salt
             self._nodes.resume(past.seats)
         self._host.end_leftovers(self._say)
+        require_free_port(self._options.job.flags, self._options.spare_nodes)
         self._journal = TrainJournal(self._paths.train_journal, past.train)
         best = furthest_step(self._paths, past.train.history.furthest)
         budget = Budget.full(self._options.restart_budget)

@@ -1,10 +1,12 @@
 """What a launch asks of the machine and of the command before anything is started or written."""
 
+import errno
 import importlib.util
 import math
 import os
 import resource
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
@@ -15,6 +17,7 @@ from rollback.config import Settings
 from rollback.errors import UsageError, reporting
 from rollback.instructions import ADOPTING, path_of
 from rollback.source.rank_spawning import line_of_spawn
+from rollback.supervisor.torchrun.flags import endpoint_of, names_a_rendezvous
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
 _FILES, _FILES_OF_A_RANK = 32, 4
@@ -117,6 +120,33 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
                 f"{script} is a pipe or a device, not a training script",
                 hint="write the script to a file: each rank reads it, at each start",
             )
+
+
+def require_free_port(flags: Mapping[str, str | bool], spares: int) -> None:
+    """Raise UsageError where the only node of a job would have torchrun's store at a port that another process has.
+
+    Call it when no process of an earlier launch is left. With `c10d` that process may have a store for several jobs.
+    """
+    many = spares or flags.get("nnodes", "1") not in ("1", "1:1")  # then the supervisors meet there themselves
+    if many or not names_a_rendezvous(flags) or flags.get("rdzv-backend", "static") != "static":
+        return
+    if (endpoint := endpoint_of({"master-addr": "127.0.0.1", **flags})) is None:
+        return
+    _, port = endpoint
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # as torch: either will do
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was closed lately is free
+                probe.bind((address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                continue
+        return
+    raise UsageError(
+        f"another process of this host listens at port {port}, which torchrun would need",
+        hint=f"ss -ltnp 'sport = :{port}' shows whose it is; without --rdzv-endpoint, --master-addr and --master-port "
+        "(and PET_ variables for them) a launch on one host takes a free port",
+    )
 
 
 def notice_of_spawn(script: str, flags: Mapping[str, str | bool]) -> str | None:

@@ -1,6 +1,7 @@
 """A job that does not fit its run directory: one message, the documented exit code, and nothing changed on disk."""
 
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,6 +95,16 @@ def test_copies_that_nobody_could_keep_are_a_usage_error(job: Launch, flags: tup
     code, message = refused(job, "", *flags)
     assert code == ExitCode.USAGE
     assert said in message
+
+
+@pytest.mark.parametrize("flag", ["--master-port", "--rdzv-endpoint"])
+def test_a_port_that_another_process_has_is_refused_before_anything_is_made(tmp_path: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, launching(tmp_path, with_torchrun=False, script=TINY) as job:
+        port = other.getsockname()[1]
+        code, message = refused(job, "", f"{flag}={port if flag == '--master-port' else f'localhost:{port}'}")
+    assert code == ExitCode.USAGE
+    assert f"listens at port {port}" in message
+    assert f"ss -ltnp 'sport = :{port}'" in message
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -155,15 +155,18 @@ class Patience:
         self, timeout: float, say: Callable[[str], None], nothing_left: Callable[[], str | None], *, again: bool
     ) -> None:
         self._timeout, self._say, self._nothing_left = timeout, say, nothing_left
-        self._began, self._said = time.monotonic(), False
+        self._began, self._said = time.monotonic(), ""
         self._look_at = min(_LEFT_BEHIND, timeout) if again else timeout
 
     @property
     def waited(self) -> float:
         return time.monotonic() - self._began
 
-    def result(self, where: str, paths: RunPaths) -> RunResult | None:
-        """Nobody has come yet: how the run has ended, if it has. Raises NodesMissing at the end of the patience."""
+    def result(self, place: str, unreached: str, paths: RunPaths) -> RunResult | None:
+        """Nobody has come yet: how the run has ended, if it has. Raises NodesMissing at the end of the patience.
+
+        unreached: why nobody was reached at that place; it may be known late, and is then said."""
+        where = f"{place} ({unreached})" if unreached else place
         over = self.waited > self._timeout
         if over or self.waited > self._look_at:
             self._look_at = 2 * self.waited  # a look reads all of the run's journals
@@ -174,8 +177,8 @@ class Patience:
                 f"nobody has come within {self.waited:.0f} s to {where} or to {paths.root}",
                 hint="start the same command on all hosts; all must reach that endpoint, or share that directory",
             )
-        if self.waited > _SAY_AFTER and not self._said:
-            self._said = True
+        if self.waited > _SAY_AFTER and (not self._said or (unreached and self._said == place)):
+            self._said = where
             self._say(f"waiting for other nodes: they meet at {where}, or in {paths.root} if they share it")
         return None
 
@@ -215,13 +218,13 @@ def find_meeting(
                     hint="see what uses that port here: ss -ltnp; or name another --rdzv-endpoint on all hosts",
                 )
             if store.gone is not None:  # nobody has it yet, or the process that had it was killed
-                unreached = f" ({store.gone})"
+                unreached = store.gone
                 store.renew()
             chosen = _choose(shared, store, place, patience.waited)
             if signals.received:
                 raise NodesMissing("told to stop while nodes were waited for", hint="the same command goes on")
             if chosen is None:
-                if (told := patience.result(f"{store.place}{unreached}", paths)) is not None:
+                if (told := patience.result(store.place, unreached, paths)) is not None:
                     return told
                 time.sleep(_POLL)
     finally:

@@ -378,6 +378,19 @@ def test_who_meets_nobody_is_told_why_the_store_was_not_reached(
         find_meeting(tmp_path, place)
 
 
+def test_why_the_store_is_not_reached_is_said_once_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What listens there may take its time to say nothing."""
+    monkeypatch.setattr(meeting, "_SAY_AFTER", -1.0)
+    said: list[str] = []
+    patience = meeting.Patience(60.0, said.append, lambda: None, again=False)
+    for unreached in ("", "", "it is mute", "it is mute", "connection reset"):
+        assert patience.result("h:29500", unreached, RunPaths(tmp_path)) is None
+    assert [line.partition(", ")[0] for line in said] == [
+        "waiting for other nodes: they meet at h:29500",
+        "waiting for other nodes: they meet at h:29500 (it is mute)",
+    ]
+
+
 def test_where_no_process_can_be_started_for_the_store_that_is_told_with_what_to_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
