@@ -117,6 +117,57 @@ task = Task()
 for epoch in range(3):
     task.train()
 """
+ALSO_COUNTED = """
+class Meter:
+    def update(self, x):
+        self.sum += x
+class Task:
+    def __init__(self):
+        self.meter = Meter()
+    def update(self, x):
+        f(x).backward()
+    def evaluate(self):
+        for x in validation:
+            self.meter.update(x)
+task = Task()
+meter = Meter()
+for epoch in range(3):
+    for x in loader:
+        task.update(x)
+    task.evaluate()
+    for x in validation:
+        meter.update(x)
+"""
+OF_ITS_OWN_CLASS = """
+class Task:
+    def take(self, x):
+        f(x).backward()
+class Other(Task):
+    def run(self):
+        for x in loader:
+            self.take(x)
+class Evaluation:
+    def take(self, x):
+        self.count += 1
+    def run(self):
+        for x in validation:
+            self.take(x)
+for epoch in range(3):
+    Other().run()
+    Evaluation().run()
+"""
+WITH_A_BAR = """
+class Task:
+    def update(self, x):
+        f(x).backward()
+def fit(task):
+    for epoch in range(3):
+        for x in loader:
+            task.update(x)
+        with tqdm(validation) as bar:
+            for x in bar:
+                bar.update(1)
+"""
 HANDED_ON = """
 class Task:
     def step(self, x):
@@ -137,6 +188,9 @@ metric = Metric()
         (STEPPED, [7], [6]),
         (TRAINED, [4], [9]),
         (HANDED_ON, [7], [6]),
+        (ALSO_COUNTED, [16], [15]),
+        (OF_ITS_OWN_CLASS, [7], [15]),
+        (WITH_A_BAR, [7], [6]),
         (PLAIN, [3], [2]),
         (IN_FUNCTIONS, [6], [9]),
         (IN_METHODS, [7], [4]),
