@@ -35,6 +35,8 @@ class ScriptFile:
         _require_flat(self.tree)
         self.functions: dict[str, list[Function]] = {}
         self.classes: dict[str, ast.ClassDef] = {}
+        self._redefined: set[str] = set()
+        """Names of several classes, of which nobody knows which one an object is of."""
         self._methods: set[str] = set()
         self._owners: dict[ast.AST, str] = {}
         """By method: what it calls the object that it is of."""
@@ -42,6 +44,7 @@ class ScriptFile:
             if isinstance(node, Function):
                 self.functions.setdefault(node.name, []).append(node)
             if isinstance(node, ast.ClassDef):
+                self._redefined |= {node.name} & self.classes.keys()
                 self.classes[node.name] = node
                 methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
                 self._methods |= {item.name for item in methods}
@@ -90,7 +93,8 @@ class ScriptFile:
         kinds = self._kinds.get(dotted(owner) or "", []) if owner is not None else []
         if owner is not None and self._is_of_its_method(owner) and (around := self._class_around.get(owner)):
             kinds = [kind for kind in self.classes.values() if around in lineage(kind, self.classes)]
-        own = [method for kind in kinds for method in methods_of(kind, name, self.classes)]
+        known = self._redefined.isdisjoint(kind.name for kind in kinds)
+        own = [method for kind in kinds if known for method in methods_of(kind, name, self.classes)]
         return own or self.functions.get(name, [])
 
     def _is_of_its_method(self, owner: ast.expr) -> bool:
@@ -168,10 +172,11 @@ def lineage(kind: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> list[ast
 def _objects_made(
     given: Sequence[tuple[ast.expr, ast.expr]], classes: Mapping[str, ast.ClassDef]
 ) -> Iterator[tuple[str, ast.ClassDef]]:
-    for target, value in given:
-        match value:
-            case ast.Call(func=ast.Name(id=kind)) if kind in classes and (name := dotted(target)) is not None:
-                yield name, classes[kind]
+    for target, whole in given:
+        for value in (whole.body, whole.orelse) if isinstance(whole, ast.IfExp) else (whole,):
+            match value:
+                case ast.Call(func=ast.Name(id=kind)) if kind in classes and (name := dotted(target)) is not None:
+                    yield name, classes[kind]
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -182,6 +187,8 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         case ast.Assign(targets=targets, value=value):
             yield from ((target, value) for target in targets)
         case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield target, value
+        case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
             yield target, value
 
 

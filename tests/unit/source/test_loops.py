@@ -156,6 +156,22 @@ for epoch in range(3):
     Other().run()
     Evaluation().run()
 """
+OF_ONE_OF_TWO = """
+class Plain:
+    def update(self, x):
+        f(x).backward()
+class Other:
+    def update(self, x):
+        g(x).backward()
+    def __enter__(self):
+        return self
+task = Plain() if plain else Other()
+for epoch in range(3):
+    for x in loader:
+        task.update(x)
+"""
+DEFINED_TWICE = OF_ONE_OF_TWO.replace("Other", "Plain").replace("g(x).backward()", "g(x)")
+IN_A_CONTEXT = OF_ONE_OF_TWO.replace("task = Plain() if plain else Other()", "with Other() as task: pass")
 WITH_A_BAR = """
 class Task:
     def update(self, x):
@@ -191,6 +207,9 @@ metric = Metric()
         (ALSO_COUNTED, [16], [15]),
         (OF_ITS_OWN_CLASS, [7], [15]),
         (WITH_A_BAR, [7], [6]),
+        (OF_ONE_OF_TWO, [12], [11]),
+        (IN_A_CONTEXT, [12], [11]),
+        (DEFINED_TWICE, [12], [11]),
         (PLAIN, [3], [2]),
         (IN_FUNCTIONS, [6], [9]),
         (IN_METHODS, [7], [4]),
