@@ -16,6 +16,9 @@ from rollback.system.small_json import parse_model, sound_models
 LEAVING = "leaving"
 """`Heartbeat.doing` of a rank whose guard is closed and whose interpreter ends."""
 
+READING = "reading"
+"""`Heartbeat.doing` of a rank that asks its data for the next batch."""
+
 END_OF_DATA, SAVING_AT = "the end of the data", "saving at {}"
 """What has ended a pass; `Heartbeat.doing` of a rank whose pass has ended, by which those are told apart whose data end
 apart."""

@@ -35,6 +35,8 @@ class ScriptFile:
         _require_flat(self.tree)
         self.functions: dict[str, list[Function]] = {}
         self.classes: dict[str, ast.ClassDef] = {}
+        self._redefined: set[str] = set()
+        """Names of several classes, of which nobody knows which one an object is of."""
         self._methods: set[str] = set()
         self._owners: dict[ast.AST, str] = {}
         """By method: what it calls the object that it is of."""
@@ -42,17 +44,27 @@ class ScriptFile:
             if isinstance(node, Function):
                 self.functions.setdefault(node.name, []).append(node)
             if isinstance(node, ast.ClassDef):
+                self._redefined |= {node.name} & self.classes.keys()
                 self.classes[node.name] = node
                 methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
                 self._methods |= {item.name for item in methods}
                 of_objects = (item for item in methods if not is_marked(item, "staticmethod"))
                 self._owners.update((item, name) for item in of_objects for name in parameters_of(item)[:1])
         self.guesses_owners = False
-        """Whether what this file gives no value, as an argument, may be an object of its classes."""
+        """Whether an argument may be an object of this file's classes."""
         given = [pair for node in ast.walk(self.tree) for pair in _assigned(node)]
-        self._assigned = {dotted(target) for target, _ in given}
-        self.made_here = dict(_objects_made(given, self.classes))
+        arguments = {
+            name for functions in self.functions.values() for each in functions for name in parameters_of(each)
+        }
+        self._only_arguments = arguments - {dotted(target) for target, _ in given}
+        made = [*_objects_made(given, self.classes)]
+        self.made_here = dict(made)
         """The class of an object that is made in this file, by the name that it gets: `stopper = Stopper()`."""
+        self._kinds: dict[str, list[ast.ClassDef]] = {}
+        """The same, where one name gets objects of several classes."""
+        for name, kind in made:
+            self._kinds.setdefault(name, []).append(kind)
+        self._class_around = {node: kind for kind in self.classes.values() for node in ast.walk(kind)}
         scopes = (node for node in ast.walk(self.tree) if isinstance(node, Scope))
         self.scope_of: dict[ast.AST, Scope] = {node: scope for scope in scopes for node in ast.walk(scope)}
         """What has a node: the innermost function, which comes last here, or the file."""
@@ -67,21 +79,37 @@ class ScriptFile:
         match node:
             case ast.Call(func=ast.Name(id=name)):
                 return name
-            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id=owner))) if owner in (
-                "self",
-                self._owners.get(self.scope_of.get(node, self.tree)),
-            ):
+            case ast.Call(func=ast.Attribute(attr=name, value=owner)) if self._is_of_its_method(owner):
                 return name
             case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in self._methods:
                 return name if name not in _OF_MODULES or self._has_own(owner, name) else None
         return None
 
+    def called_functions(self, node: ast.AST) -> list[Function]:
+        """Those of this file that a call may run. Where it tells the class of an object, another class's method of that
+        name is none: `meter.update(loss)` is not the `update` that trains."""
+        name = self.called(node) or ""
+        owner = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        kinds = self._kinds.get(dotted(owner) or "", []) if owner is not None else []
+        if owner is not None and self._is_of_its_method(owner) and (around := self._class_around.get(owner)):
+            kinds = [kind for kind in self.classes.values() if around in lineage(kind, self.classes)]
+        known = self._redefined.isdisjoint(kind.name for kind in kinds)
+        own = [method for kind in kinds if known for method in methods_of(kind, name, self.classes)]
+        return own or self.functions.get(name, [])
+
+    def _is_of_its_method(self, owner: ast.expr) -> bool:
+        """Whether it is the object whose method it stands in."""
+        return isinstance(owner, ast.Name) and owner.id in (
+            "self",
+            self._owners.get(self.scope_of.get(owner, self.tree)),
+        )
+
     def _has_own(self, owner: ast.expr, name: str) -> bool:
         """Whether it has a method of that name by a class of this file, as far as the file tells."""
         known = dotted(owner) or ""
-        if (kind := self.made_here.get(known)) is not None:
-            return any(methods_of(kind, name, self.classes))
-        return self.guesses_owners and name in _OF_OPTIMIZERS and known not in self._assigned
+        if kinds := self._kinds.get(known):
+            return any(any(methods_of(kind, name, self.classes)) for kind in kinds)
+        return self.guesses_owners and name in _OF_OPTIMIZERS and known in self._only_arguments
 
     def reached_by(self, statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
         """These, and the bodies of what they call."""
@@ -90,7 +118,7 @@ class ScriptFile:
         while pending:
             for node in ast.walk(pending.pop()):
                 yield node
-                for function in self.functions.get(self.called(node) or "", []):
+                for function in self.called_functions(node):
                     if id(function) not in entered:
                         entered.add(id(function))
                         pending += function.body
@@ -101,7 +129,9 @@ class ScriptFile:
             return
         names = [name for name in parameters_of(function) if name not in ("self", self._owners.get(function))]
         for call in ast.walk(self.tree):
-            if isinstance(call, ast.Call) and self.called(call) == function.name:
+            if not isinstance(call, ast.Call) or self.called(call) != function.name:
+                continue
+            if function in self.called_functions(call):
                 given = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
                 yield from ((call, ast.Assign([ast.Name(name, ast.Store())], value)) for name, value in given if name)
 
@@ -125,22 +155,28 @@ class ScriptFile:
 
 
 def methods_of(kind: ast.ClassDef, name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[Function]:
-    """Those of that name, of the class and of its bases in this file. Two classes of one name may seem to be bases of
-    each other."""
+    """Those of that name, of the class and of its bases in this file."""
+    for each in lineage(kind, classes):
+        yield from (item for item in each.body if isinstance(item, Function) and item.name == name)
+
+
+def lineage(kind: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """A class and its bases in this file. Two classes of one name may seem to be bases of each other."""
     kinds = [kind]
     for each in kinds:
-        yield from (item for item in each.body if isinstance(item, Function) and item.name == name)
         bases = (classes.get(base.id) for base in each.bases if isinstance(base, ast.Name))
         kinds += [base for base in bases if base is not None and base not in kinds]
+    return kinds
 
 
 def _objects_made(
     given: Sequence[tuple[ast.expr, ast.expr]], classes: Mapping[str, ast.ClassDef]
 ) -> Iterator[tuple[str, ast.ClassDef]]:
-    for target, value in given:
-        match value:
-            case ast.Call(func=ast.Name(id=kind)) if kind in classes and (name := dotted(target)) is not None:
-                yield name, classes[kind]
+    for target, whole in given:
+        for value in (whole.body, whole.orelse) if isinstance(whole, ast.IfExp) else (whole,):
+            match value:
+                case ast.Call(func=ast.Name(id=kind)) if kind in classes and (name := dotted(target)) is not None:
+                    yield name, classes[kind]
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -151,6 +187,8 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         case ast.Assign(targets=targets, value=value):
             yield from ((target, value) for target in targets)
         case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield target, value
+        case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
             yield target, value
 
 

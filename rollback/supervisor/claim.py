@@ -150,6 +150,7 @@ class Claim:
 
     def __init__(self, paths: RunPaths, before: EarlierAttempts | None = None) -> None:
         self._paths, self.before = paths, before
+        self._run_id = before.run_id if before is not None else None
         with reporting(RunDirectoryError, f"looking at the run directory {paths.root}"):
             self._absent = [path for path in (paths.root, *paths.root.parents) if not path.exists()]
             self._lock_was_there = paths.lock.exists()
@@ -164,9 +165,11 @@ class Claim:
         """Raises RunInUse, as `RunLock.keep`; and RunDoesNotFit where the directory holds another run than it did: the
         ranks have found none, and begun one."""
         self._lock.keep()
-        began = self.before.run_id if self.before is not None else None
-        present = read_identity(self._paths) if began is not None else None
-        if present is not None and present.run_id != began:
+        present = read_identity(self._paths)
+        if present is None:
+            return
+        self._run_id = self._run_id or present.run_id
+        if present.run_id != self._run_id:
             root = self._paths.root
             raise RunDoesNotFit(
                 f"the run directory {root} was moved or removed while the ranks started: they found no run there, and "

@@ -9,7 +9,7 @@ from torch import nn
 
 from rollback.ring.drainer import Drainer
 from rollback.ring.shard_copier import ShardCopier
-from rollback.rundir.heartbeats import END_OF_DATA, SAVING_AT
+from rollback.rundir.heartbeats import END_OF_DATA, READING, SAVING_AT
 from rollback.train.advice.advisor import Advisor
 from rollback.train.catalogue.draining import end_draining
 from rollback.train.comm.pulse import Pulse
@@ -204,7 +204,7 @@ class TrainingLoop:
         if self.step_in_progress.first_batch is None:
             self.rewinder.hold(wanted=self.judge.screens(self.state.cursor.batch))
         step = self.state.counters.step
-        batch = self.batches.read(step, self.judge.timeline, partial(self.step_in_progress.show_batch, "reading"))
+        batch = self.batches.read(step, self.judge.timeline, partial(self.step_in_progress.show_batch, READING))
         self.prober.keep(step, batch)
         self.training_end.go_on()
         self.pass_rehearsal.due, self.step_in_progress.heartbeat.activity.empty_pass = False, None

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rollback.errors import UsageError
+from rollback.rundir.heartbeats import READING
 from rollback.sentinel import Hint
 from rollback.train.advice.advisor import Advisor
 from rollback.train.comm.beat import Gauges
@@ -69,7 +70,7 @@ class StepInProgress:
     def begin_epoch(self) -> None:
         """An epoch has been opened. Its first batch may be read at once, to know whether there is one."""
         self._state.counters.epoch_left, self._epoch_began = False, True
-        self.show_batch("reading", self._state.cursor.batch)
+        self.show_batch(READING, self._state.cursor.batch)
 
     def show_batch(self, doing: str, position: int) -> None:
         """A batch is read or trained on."""

@@ -35,7 +35,7 @@ from rollback.facts.ending import SCRIPT_LEFT
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
 from rollback.rundir.failures import NOTICED, PRECEDENCE, FailureRecord, class_of_exception
-from rollback.rundir.heartbeats import END_OF_DATA, LEAVING, SAVING_AT, Heartbeat
+from rollback.rundir.heartbeats import END_OF_DATA, LEAVING, READING, SAVING_AT, Heartbeat
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 from rollback.wording import ranks_in_words
 
@@ -248,7 +248,8 @@ def _data_end_apart(ends: Sequence[RankEnd]) -> str:
     standing = {end.rank: it for end in ends if (it := end.record or end.beat) is not None}
     ended = {rank: it for rank, it in standing.items() if it.doing == SAVING_AT.format(END_OF_DATA)}
     last = max((it.batch for it in ended.values()), default=None)
-    further = [rank for rank, it in standing.items() if last is not None and it.batch > last]
+    got = {rank: it.batch for rank, it in standing.items() if it.doing != READING}  # who reads may find no more
+    further = [rank for rank, batch in got.items() if last is not None and batch > last]
     if not further:
         return ""
     who, others = (ranks_in_words(sorted(ranks), _NAMED) for ranks in (ended, further))

@@ -31,7 +31,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollback.rundir.heartbeats import LEAVING, Heartbeat
+from rollback.rundir.heartbeats import LEAVING, READING, Heartbeat
 
 GONE = "X"  # the state of a process that is gone; in /proc the letter of a process that is about to go
 FLOOR = 300.0
@@ -133,7 +133,7 @@ class HangDetector:
             return self.limits.after
         if not self._ranks:
             return None
-        training = all(seen.beat.doing in ("training", "reading") for seen in self._ranks.values())
+        training = all(seen.beat.doing in ("training", READING) for seen in self._ranks.values())
         if len(self._steps) < STEPS_BEFORE_TRUST or not training:
             return max(SLOW_FLOOR, *(TIMES_A_STEP * seconds for seconds in self._steps), 0.0)
         return max(FLOOR, TIMES_A_STEP * statistics.median(self._steps))

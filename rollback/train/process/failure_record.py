@@ -21,6 +21,7 @@ from rollback.errors import RollbackError
 from rollback.facts.training import Window
 from rollback.rundir import failures
 from rollback.rundir.failures import FailureRecord
+from rollback.rundir.heartbeats import READING
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 from rollback.train.process.heartbeat import HeartbeatWriter
@@ -151,7 +152,7 @@ class FailureRecorder:
         frames = failures.frames_of(error, _LIBRARIES)
         said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"
         now = time.time()
-        reading = activity.doing == "reading"
+        reading = activity.doing == READING
         in_hand = activity.in_hand and not self._activity.evaluates()
         samples = self._cursor.indices(reading=reading) if in_hand else None
         unreadable = self._cursor.unreadable(samples) if samples and reading else []

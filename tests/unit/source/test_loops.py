@@ -117,6 +117,73 @@ task = Task()
 for epoch in range(3):
     task.train()
 """
+ALSO_COUNTED = """
+class Meter:
+    def update(self, x):
+        self.sum += x
+class Task:
+    def __init__(self):
+        self.meter = Meter()
+    def update(self, x):
+        f(x).backward()
+    def evaluate(self):
+        for x in validation:
+            self.meter.update(x)
+task = Task()
+meter = Meter()
+for epoch in range(3):
+    for x in loader:
+        task.update(x)
+    task.evaluate()
+    for x in validation:
+        meter.update(x)
+"""
+OF_ITS_OWN_CLASS = """
+class Task:
+    def take(self, x):
+        f(x).backward()
+class Other(Task):
+    def run(self):
+        for x in loader:
+            self.take(x)
+class Evaluation:
+    def take(self, x):
+        self.count += 1
+    def run(self):
+        for x in validation:
+            self.take(x)
+for epoch in range(3):
+    Other().run()
+    Evaluation().run()
+"""
+OF_ONE_OF_TWO = """
+class Plain:
+    def update(self, x):
+        f(x).backward()
+class Other:
+    def update(self, x):
+        g(x).backward()
+    def __enter__(self):
+        return self
+task = Plain() if plain else Other()
+for epoch in range(3):
+    for x in loader:
+        task.update(x)
+"""
+DEFINED_TWICE = OF_ONE_OF_TWO.replace("Other", "Plain").replace("g(x).backward()", "g(x)")
+IN_A_CONTEXT = OF_ONE_OF_TWO.replace("task = Plain() if plain else Other()", "with Other() as task: pass")
+WITH_A_BAR = """
+class Task:
+    def update(self, x):
+        f(x).backward()
+def fit(task):
+    for epoch in range(3):
+        for x in loader:
+            task.update(x)
+        with tqdm(validation) as bar:
+            for x in bar:
+                bar.update(1)
+"""
 HANDED_ON = """
 class Task:
     def step(self, x):
@@ -137,6 +204,12 @@ metric = Metric()
         (STEPPED, [7], [6]),
         (TRAINED, [4], [9]),
         (HANDED_ON, [7], [6]),
+        (ALSO_COUNTED, [16], [15]),
+        (OF_ITS_OWN_CLASS, [7], [15]),
+        (WITH_A_BAR, [7], [6]),
+        (OF_ONE_OF_TWO, [12], [11]),
+        (IN_A_CONTEXT, [12], [11]),
+        (DEFINED_TWICE, [12], [11]),
         (PLAIN, [3], [2]),
         (IN_FUNCTIONS, [6], [9]),
         (IN_METHODS, [7], [4]),

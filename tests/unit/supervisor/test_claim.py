@@ -408,14 +408,21 @@ def test_the_seats_on_record_are_those_of_an_attempt_that_trained(
     assert (past.seats, past.last_attempt) == (("a", "b"), 2)
 
 
-def test_a_run_that_was_moved_while_its_ranks_started_is_not_gone_on_with_as_another_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [True, False], ids=["before this launch", "by an earlier attempt of it"])
+def test_a_run_that_was_moved_while_its_ranks_started_is_not_gone_on_with_as_another_one(
+    tmp_path: Path, begun: bool
+) -> None:
     """They find no run there, and begin one. Nothing of the earlier run is lost; but to train it again, from its first
     step, is not what the command was given for."""
     paths = RunPaths(tmp_path / "run")
     job = JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={})
     paths.root.mkdir()
-    write_identity(paths, new_identity(job))
+    if begun:
+        write_identity(paths, new_identity(job))
     claim = Claim(paths, read_past(paths))
+    claim.keep()
+    if not begun:
+        write_identity(paths, new_identity(job))
     paths.identity.touch()
     claim.keep()
     paths.root.rename(tmp_path / "moved")

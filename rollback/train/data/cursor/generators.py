@@ -72,7 +72,7 @@ class Generators:
             self._alive.append(thing)
             return [thing.func, *thing.args, *thing.keywords.values()]
         if isinstance(thing, (list, tuple, dict)):
-            items = [*thing.values()] if isinstance(thing, dict) else [*thing[:_MOST]]
+            items = [*thing.values()] if isinstance(thing, dict) else _first_of(thing)
             data = not isinstance(thing, dict) and len(thing) > _LONG and _has_data_only(thing)
         else:
             by_name, data = vars(thing), False
@@ -107,7 +107,7 @@ class Generators:
         for held, count in self._containers:
             if len(held) != count:
                 return None
-            values += held.values() if isinstance(held, dict) else held[:_MOST]
+            values += held.values() if isinstance(held, dict) else _first_of(held)
         return [*map(id, values)], [*map(type, values)]
 
     def __len__(self) -> int:
@@ -170,10 +170,10 @@ def _is_data(kind: type) -> bool:
 
 def _has_data_only(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
     """Whether there is nothing in a list, or in lists in it, that could have a generator."""
-    known = (len(items), type(items[0]), type(items[-1])) if len(items) > _LONG else None
+    held = _first_of(items)
+    known = (len(items), type(held[0]), type(held[-1])) if len(items) > _LONG else None
     if known is not None and _SAMPLES.get(id(items)) == known:
         return True
-    held = items[:_MOST]
     kinds = {*map(type, held)}
     found = kinds <= _DATA or (
         kinds <= _DATA | _LISTS
@@ -185,6 +185,11 @@ def _has_data_only(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
             _SAMPLES.clear()
         _SAMPLES[id(items)] = known
     return found
+
+
+def _first_of(items: Any) -> list[Any]:
+    """Of a list or tuple. A data set that is one reads samples in a `__getitem__` of its own."""
+    return [*(tuple if isinstance(items, tuple) else list).__getitem__(items, slice(_MOST))]
 
 
 def is_generator(thing: Any) -> bool:

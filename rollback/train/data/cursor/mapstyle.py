@@ -356,24 +356,24 @@ class MapStyleCursor(Cursor):
         also in a new run. Behind a rollback hardly a batch comes that was drawn before."""
         if not self._unproven or self._feed.last is None or (comparer := self.comparer) is None:
             return
-        self._unproven = False
+        self._unproven, reader, self._reader = False, self._reader, None  # a copy that is left were a later batch's
+        copies = [next(reader) for _ in range(self._loader.num_workers)] if reader is not None else []
+        self._reader = reader
         if not comparer.knows(self.batch - 1):
-            self._reader = None  # workers have copies of it
             return
         try:
-            self._read_last_again(comparer)
+            self._read_last_again(comparer, copies)
         except RunDoesNotFit as error:
-            if self._indices is None or self.batch > 1:
-                raise
-            raise first_differs(error) from None
+            raise (error if self._indices is None or self.batch > 1 else first_differs(error)) from None
 
-    def _read_last_again(self, comparer: DrawComparer) -> None:
+    def _read_last_again(self, comparer: DrawComparer, copies: list[Any]) -> None:
         """Checks that the batch before the position is what it was. A worker reads it under the random states of that
-        time. Without workers those states are not known."""
+        time, or has: copies. Without workers those states are not known."""
         if self._loader.num_workers > 0:
-            copies = 1 if self._reader is None else self._loader.num_workers
-            reader = self._reader = self._from_last() if self._reader is None else self._reader
-            comparer.check(self.batch - 1, [next(reader) for _ in range(copies)][-1])
+            if not copies:
+                reader = self._reader = self._from_last()
+                copies = [next(reader)]
+            comparer.check(self.batch - 1, copies[-1])
             return
         states, self._reader = self._of_reading().states(), None
         with rng.preserved():

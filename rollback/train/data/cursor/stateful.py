@@ -16,6 +16,7 @@ from rollback.train.data.cursor.inorder import InOrderCursor
 from rollback.train.data.cursor.nodes import nodes_of, reading_nothing_ahead, require_no_drawing_threads
 
 _HF_MODULE = "datasets.iterable_dataset"
+_TORCHDATA_S = "torchdata", "StatefulDataLoader"
 _HF_NO_EPOCH = -1  # a state of another epoch than the present one is not used
 _HF_MOST_PARTS = 1000  # data sets within a data set
 
@@ -86,7 +87,8 @@ class StatefulCursor(InOrderCursor):
                 self._loader.load_state_dict(copy.deepcopy(state))
 
     def _fetch(self) -> Any:
-        if self._rehearsed_at is None or (self.epoch, self.offset, self.batch) != (0, *[self._rehearsed_at] * 2):
+        at = self._rehearsed_at
+        if self.accepts_other_length or (self.epoch, self.offset, self.batch) != (0, at, at):
             return super()._fetch()
         state, states = self.state_dict(), rng.capture(cuda=False)
         before = Digest(super()._fetch()).value
@@ -100,7 +102,7 @@ class StatefulCursor(InOrderCursor):
                 "own state, it gives another one than before, so its worker processes draw random numbers, or keep "
                 "something else, that this state has not",
                 hint="let them draw from the sample's index, as by random.Random(index); or take num_workers=0; or "
-                "torch's DataLoader",
+                "torch's DataLoader; or go on with the data as they come by --accept-data-change",
             )
         return data
 
@@ -182,8 +184,9 @@ class StatefulCursor(InOrderCursor):
 def rehearsed_at(loader: Any) -> int | None:
     """A batch whose worker process has read before, in front of which torchdata's loader or nodes have just taken a
     snapshot of their workers: from an older one these would read again all that they have read, and draw the same.
-    None where there are no such processes."""
-    if isinstance(loader, DataLoader):
+    None where there are no such processes. A loader of the script's own may be fit to be sent by a new process alone.
+    """
+    if any((kind.__module__.partition(".")[0], kind.__name__) == _TORCHDATA_S for kind in type(loader).__mro__):
         workers, every = loader.num_workers, getattr(loader, "snapshot_every_n_steps", 1)
     else:
         workers = max(

@@ -513,3 +513,8 @@ def test_ranks_whose_data_end_apart_are_told_so_and_that_no_restart_mends_it() -
     assert together is not None
     assert "had ended with batch" not in together.text
     assert not together.mistake
+    for_more = Heartbeat(pid=11, host="h", attempt=1, step=40, batch=40, doing="reading", monotonic=1.0)
+    waiting = first_cause(evidence(), [replace(longer, rank=0, beat=None, record=longer.record.model_copy(
+        update={"rank": 0, "batch": 39, "doing": doing})), RankEnd(1, failure(1, -15), beat=for_more)])  # fmt: skip
+    assert waiting is not None
+    assert not waiting.mistake, "it asks whether there is more"

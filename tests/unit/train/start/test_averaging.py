@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from rollback.errors import UsageError
 from rollback.train.start.averaging import check_averaging
 
 
-def averaged_by(hook: Callable[..., Any]) -> nn.Module:
+def averaged_by(hook: Callable[..., Any], state: object = None) -> nn.Module:
     model: Any = nn.Linear(1, 1)
-    model._comm_hooks = [(hook, None)]
+    model._comm_hooks = [(hook, state)]
     return model  # type: ignore[no-any-return]
 
 
@@ -63,6 +63,27 @@ class Feedback:
         return bucket.buffer()
 
 
+class Counting:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def hook(self, state: Any, bucket: Any) -> Any:
+        self.steps += 1
+        return bucket.buffer()
+
+    __call__ = hook
+
+
+def counts_in_its_state(state: Any, bucket: Any) -> Any:
+    state.steps += 1
+    return bucket.buffer()
+
+
+def by_powers() -> Any:
+    kept = powerSGD_hook.PowerSGDState(None)
+    return lambda state, bucket: powerSGD_hook.powerSGD_hook(kept, bucket)
+
+
 def averages(state: Any, bucket: Any) -> Any:
     kept = bucket.buffer()
 
@@ -72,14 +93,32 @@ def averages(state: Any, bucket: Any) -> Any:
     return bucket.then(then)
 
 
-def scaled(factor: float) -> Any:
+def scaled(factor: Any) -> Any:
     return lambda state, bucket: bucket.buffer() * factor
 
 
 @pytest.mark.parametrize(
     "hook",
-    [with_dict(), with_tensor(), with_count(), with_callback(), Feedback().hook, partial(averages, {})],
-    ids=["a dict", "a tensor", "a count", "a list for a callback", "an object", "a partial function"],
+    [
+        with_dict(),
+        with_tensor(),
+        with_count(),
+        with_callback(),
+        Feedback().hook,
+        partial(averages, {}),
+        Counting(),
+        by_powers(),
+    ],
+    ids=[
+        "a dict",
+        "a tensor",
+        "a count",
+        "a list for a callback",
+        "an object",
+        "a partial function",
+        "an object that is called",
+        "a state of torch's in a closure",
+    ],
 )
 def test_a_hook_that_remembers_is_refused(hook: Any) -> None:
     with pytest.raises(UsageError, match="which itself remembers"):
@@ -88,8 +127,16 @@ def test_a_hook_that_remembers_is_refused(hook: Any) -> None:
 
 @pytest.mark.parametrize(
     "hook",
-    [averages, scaled(0.5), Feedback().average, default_hooks.fp16_compress_hook,
+    [averages, scaled(0.5), scaled(torch.tensor(0.5)), Feedback().average, default_hooks.fp16_compress_hook,
      default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)],
 )  # fmt: skip
 def test_a_hook_that_only_averages_is_not(hook: Any) -> None:
     check_averaging(averaged_by(hook), {})
+
+
+def test_what_a_hook_counts_is_kept_in_an_object_that_is_handed_over() -> None:
+    kept = Counting()
+    for hook, state in ((kept.hook, None), (kept, None), (counts_in_its_state, kept)):
+        check_averaging(averaged_by(hook, state), {"kept": kept})
+        with pytest.raises(UsageError, match="hand that over by a name of its own"):
+            check_averaging(averaged_by(hook, state), {})

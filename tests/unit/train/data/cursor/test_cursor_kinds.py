@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -915,3 +923,49 @@ def test_a_loader_that_iterates_in_its_own_way_is_not_sought_by_index() -> None:
     assert cursor.describe()["kind"] == "re-iterated"
     cursor.open_epoch()
     assert cursor.next().tolist() == [4, 5]
+
+
+class Drawn(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1000, ()))
+
+
+class ForNewProcess(DataLoader[Any]):
+    """Can be sent to a position before it is first read."""
+
+    at, has_begun = 0, False
+
+    def __iter__(self) -> Any:
+        self.has_begun = True
+        for batch in itertools.islice(super().__iter__(), self.at, None):
+            self.at += 1
+            yield batch
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.has_begun:
+            raise RuntimeError("load the state before the loop")
+        self.at = state["at"]
+
+
+def test_a_loader_of_the_script_s_own_with_workers_is_not_sent_back_in_a_new_run() -> None:
+    cursor = cursor_for(ForNewProcess(range(14), batch_size=3, num_workers=1))  # type: ignore[arg-type]
+    assert cursor.kind == "stateful"
+    assert len(drive(cursor, 3)) == 3
+    cursor.close()
+
+
+def test_other_batches_behind_the_loader_s_own_state_are_refused_unless_they_are_accepted() -> None:
+    def cursor_of_new_run() -> Cursor:
+        return cursor_for(StatefulDataLoader(Drawn(), batch_size=3, sampler=StatefulSampler(), num_workers=1))
+
+    refused, accepted = cursor_of_new_run(), cursor_of_new_run()
+    with pytest.raises(UsageError, match=r"gives another one than before(.|\n)*--accept-data-change"):
+        drive(refused, 3)
+    accepted.accepts_other_length = True
+    assert len(drive(accepted, 3)) == 3
+    refused.close()
+    accepted.close()

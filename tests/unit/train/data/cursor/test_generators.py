@@ -191,3 +191,13 @@ def test_whether_one_has_drawn_is_told_by_its_state(kind: Callable[[], Any]) -> 
     assert found.drawn_since(states) == [False, False]
     torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
     assert found.drawn_since(states) == [True, False]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_data_set_that_is_a_list_is_looked_through_without_a_read(kind: type) -> None:
+    class Augmenting(kind):  # type: ignore[misc]
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError(f"sample {index} was read")
+
+    assert found_in(Augmenting([random.Random(1), 2])) == 1
+    assert found_in(Augmenting(range(200))) == 0

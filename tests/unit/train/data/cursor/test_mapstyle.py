@@ -1204,3 +1204,46 @@ def test_each_epoch_ends_where_its_sampler_says_also_behind_a_way_back() -> None
     assert ends == [(1, 1), (2, 3), (3, 6)]
     cursor.load_state_dict(states[1])
     assert (cursor.epoch_batches, cursor.epoch_end) == ends[1]
+
+
+class ByWorker(Numbers):
+    """Sample i is i and the number of the worker that has read it. failing: a worker, and its read of sample 0 that
+    raises."""
+
+    def __init__(self, failing: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.reads, self.failing = 0, failing
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        self.reads += index == 0
+        if index == 0 and (info.id, self.reads) == self.failing:
+            raise OSError("the disk was away for a moment")
+        return index, info.id
+
+
+def test_what_cannot_be_compared_is_read_by_the_workers_that_would_have_read_it() -> None:
+    cursor = cursor_for(DataLoader(ByWorker(), 2, num_workers=3))
+    cursor.comparer = Recorded()  # which never knows anything
+    cursor.open_epoch()
+    got = [cursor.next() for _ in range(4)]
+    cursor.close()
+    assert [batch[0].tolist() for batch in got] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [batch[1][0].item() for batch in got] == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("failing", [(1, 1), (0, 2)])
+def test_a_script_that_catches_what_reading_the_first_batch_again_raises_gets_the_second_one(
+    failing: tuple[int, int],
+) -> None:
+    """Two workers read it, one of them twice."""
+    cursor, comparer = cursor_for(DataLoader(ByWorker(failing), 2, num_workers=2)), Recorded()
+    cursor.comparer = comparer
+    cursor.open_epoch()
+    comparer.digests[0] = Digest(cursor.next()).value
+    with pytest.raises(OSError, match="away for a moment"):
+        cursor.next()
+    assert cursor.next()[0].tolist() == [2, 3]
+    assert cursor.next()[0].tolist() == [4, 5]
+    cursor.close()
