@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.history import History
+from rollback.facts.training import ScriptLeft
 from rollback.rundir.metrics.metric_lines import Metric
 from rollback.rundir.paths import CheckpointName
 from rollback.sentinel.verdict import Kind
@@ -114,9 +115,15 @@ def beyond_the_record(history: History, taken: Iterable[Manifest]) -> list[str]:
 
 def is_provisional(history: History, manifest: Manifest) -> bool:
     """Whether a checkpoint was taken at the end of an epoch that was not, as far as is known, that of the training."""
-    left = history.script_left  # there by a script that was told to stop: where it goes on is that end
-    there = left is not None and (left.checkpoint, left.step) == (manifest.name, manifest.step)
+    there = script_left_at(history, manifest) is not None  # where it goes on is that end
     return manifest.over and not there and manifest.name != history.final and manifest.name not in history.good
+
+
+def script_left_at(history: History, manifest: Manifest) -> ScriptLeft | None:
+    """How a script that was told to stop has left behind an epoch's last batch, where a checkpoint was taken there."""
+    left = history.script_left
+    there = manifest.over and left is not None and (left.checkpoint, left.step) == (manifest.name, manifest.step)
+    return left if there else None
 
 
 def healthy_before(judged: Iterable[Metric], step: int, timeline: int) -> int:

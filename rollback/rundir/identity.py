@@ -147,7 +147,19 @@ def require_same_job(
         f"the run directory {paths.root} belongs to another job:{shown}{more}",
         hint="start this job with its own run directory (--run DIR) and, with a ring, its own URL (--ring URL), "
         "or start the recorded job; nothing was changed"
-        + ("; --accept-data-change goes on with the changed data" if accepting_helps else ""),
+        + ("; --accept-data-change goes on with the changed data" if accepting_helps else "")
+        + _of_another_version(recorded, present),
+    )
+
+
+def _of_another_version(recorded: JobIdentity, present: JobIdentity) -> str:
+    """What to do where the script is the recorded job's, and rollback finds more to keep in it than it did then."""
+    added = set(present.objects) - set(recorded.objects)
+    if not added or _compare(recorded.model_copy(update={"objects": present.objects}), present, False)[1]:
+        return ""
+    return (
+        f"; where the script is the same, the version of rollback that began the run goes on with it, and did not keep "
+        f"{', '.join(sorted(added))}"
     )
 
 

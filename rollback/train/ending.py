@@ -11,10 +11,11 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from rollback.checkpoints.resume import script_left_at
 from rollback.errors import ExitCode
 from rollback.facts.ending import EndedAs, GivingUp
 from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
-from rollback.rundir.heartbeats import UnrecordedEnd
+from rollback.rundir.heartbeats import END_OF_DATA, UnrecordedEnd
 from rollback.train.incidents.decisions import Halt
 from rollback.train.incidents.judge import Judge
 from rollback.train.run import AttachedRun
@@ -77,6 +78,8 @@ class TrainingEnd:
             vars(handled).setdefault(_MADE_UNDER, []).append(self._number)
         if run.restored is not None and run.restored.name == run.history.final:
             self._possible = self._before
+        self._left = script_left_at(run.history, run.restored) if run.restored is not None else None
+        """Where the script had left, and this attempt goes on: perhaps that was its last epoch."""
 
     @property
     def is_due(self) -> bool:
@@ -110,6 +113,14 @@ class TrainingEnd:
             step=self._state.counters.step, batch=self._state.cursor.batch, checkpoint=kept, by=by, calm=calm,
             left_over=left_over,
         )  # fmt: skip
+
+    def come_again(self) -> None:
+        """The pass that had ended before this attempt has ended again. Not collective."""
+        if self._left is not None and self._possible is None and self._stage is EndStage.UNTRAINED:
+            self._possible = Finished(
+                step=self._left.step, batch=self._left.batch, checkpoint=self._left.checkpoint, by=END_OF_DATA,
+                calm=self._judge.calm,
+            )  # fmt: skip
 
     def go_on(self) -> None:
         """Collective: a batch is handed out, so that was not the end."""

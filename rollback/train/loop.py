@@ -95,6 +95,8 @@ class TrainingLoop:
             if self.pass_rehearsal.due:
                 return self.pass_rehearsal.begin()
             self.passes.note_end()
+            if not self.passes.awaits_epoch:
+                self.training_end.come_again()
             raise StopIteration
         self.step_in_progress.updates.require_scale()
         if (decision := ServeRequests() if self.requests.starting else self._end_step()) is not None:

@@ -191,6 +191,26 @@ def test_a_script_that_was_told_to_stop_and_leaves_at_an_epoch_s_end_is_not_done
     require_same(state(ended), state(train(toy.but(epochs=2), tmp_path / "at once")), "resumed")
 
 
+def test_a_script_that_was_told_to_stop_behind_its_last_epoch_is_done_when_it_comes_again(tmp_path: Path) -> None:
+    """Its loop over `range` has no batch left then, and no other word of that this was the end."""
+    run, before = tmp_path / "run", signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def tell_in_the_last_batch(_: object, position: int) -> None:
+        if position == 59:
+            signal.raise_signal(signal.SIGTERM)
+
+    try:
+        first = train(EPOCHS, run, hook=tell_in_the_last_batch)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not facts(run, Finished)
+    (left,) = facts(run, ScriptLeft)
+    again = train(EPOCHS, run)
+    (finished,) = facts(run, Finished)
+    assert (finished.step, finished.checkpoint) == (60, left.checkpoint)
+    require_same(state(again), state(first), "at its end")
+
+
 def test_an_exception_in_mid_run_is_no_end(tmp_path: Path) -> None:
     def raise_at_40(_: object, position: int) -> None:
         if position == 40:

@@ -92,6 +92,13 @@ jobs = st.builds(
 )
 
 
+def test_objects_that_no_checkpoint_of_the_run_has_may_be_those_that_an_earlier_version_did_not_keep() -> None:
+    with pytest.raises(RunDoesNotFit) as refused:
+        require_same_job(PATHS, JOB.model_copy(update={"objects": []}), JOB)
+    assert refused.value.hint is not None
+    assert "the version of rollback that began the run goes on with it" in refused.value.hint
+
+
 @given(jobs, jobs)
 def test_jobs_that_differ_in_anything_are_refused(recorded: JobIdentity, present: JobIdentity) -> None:
     sorted_alike = {"model": sorted(recorded.model)}
