@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -91,15 +92,15 @@ class Module(lightning.LightningModule):
 
 
 class Stopping(Callback):
-    def __init__(self, at: int) -> None:
-        self.at, self.ends = at, 0
+    def __init__(self, at: int, told: Callable[[], bool]) -> None:
+        self.at, self.told, self.ends = at, told, 0
         self.began = float("inf")
 
     def on_train_start(self, *_: Any) -> None:
         self.began = min(self.began, time.monotonic())
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.global_step == self.at > 0
+        trainer.should_stop = trainer.should_stop or trainer.global_step == self.at > 0 or self.told()
 
     def on_train_epoch_end(self, *_: Any) -> None:
         self.ends += 1
@@ -135,7 +136,7 @@ def train(job: "Job") -> dict[str, str]:
     given, more = job.job, job.job.more
     lightning.seed_everything(7, verbose=False)
     saving = {"every_n_train_steps": given.save} if given.save else {"every_n_epochs": 1}
-    stopping, timer = Stopping(given.stop_at), Timer()
+    stopping, timer = Stopping(given.stop_at, lambda: job.was_told), Timer()
     callbacks: list[Any] = [
         stopping,
         *([timer] if more.get("timer", True) else []),

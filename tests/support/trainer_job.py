@@ -77,6 +77,8 @@ class TrainerJob:
     """Every so many steps; `accelerate`: and behind each epoch."""
     stop_at: int = 0
     """The step at which a callback stops the training."""
+    stops_when_told: bool = False
+    """Whether a callback does so once a handler of the script's own has got SIGTERM."""
     settings: dict[str, Any] = field(default_factory=dict)
     stream: str = ""
     """Where the data are an IterableDataset: `plain`, `drawing` tokens from the process's random states, `datasets`
@@ -146,8 +148,10 @@ class Job:
         self.told = scenario.get("told") if first else None
         self.dies = scenario.get("dies") if first else None
         self.guard: Any = None
-        self.poisoned = False
+        self.poisoned = self.was_told = False
         self.micro = 0
+        if job.stops_when_told:
+            signal.signal(signal.SIGTERM, lambda *_: setattr(self, "was_told", True))
 
     def model(self) -> nn.Module:
         """A GPT-2 of two layers, with dropout."""
@@ -356,7 +360,8 @@ class Job:
 
         class Stopping(transformers.TrainerCallback):  # type: ignore[misc]
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                control.should_training_stop = control.should_training_stop or state.global_step == job.stop_at
+                stops = state.global_step == job.stop_at or watched.was_told
+                control.should_training_stop = control.should_training_stop or stops
 
         class Dying(transformers.TrainerCallback):  # type: ignore[misc]
             pass

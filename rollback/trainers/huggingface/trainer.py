@@ -350,12 +350,16 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         """Before the Trainer does what it does behind an epoch. Raises _Moved where it has not come to its end yet."""
         if self._state.asked_for_more:  # an end that is done again
             return
-        if self._state.stopped_early:
+        told = self._state.stopped_early and self.guard.script_was_told
+        if told:  # a callback's answer to a stop signal is no end of the training: the guard stops all ranks together
+            control.should_training_stop = False
+        elif self._state.stopped_early:
             if self.guard.finish("TrainerControl.should_training_stop"):
                 return
         elif control.should_epoch_stop:
             return
-        self._draw()
+        if self._draw() and told:
+            raise _Moved
 
 
 protect = _GuardedLoop.protect

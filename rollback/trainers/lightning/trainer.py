@@ -70,6 +70,7 @@ class _GuardedFit(GuardedTrainer):
         self._replace(trainer._checkpoint_connector, "_select_ckpt_path")
         self._replace_one(trainer._signal_connector, "register_signal_handlers", lambda: None)
         self._replace(self._loop, "setup_data", "run")
+        self._replace(trainer._logger_connector, "update_train_step_metrics")
         self._replace(loop, "_accumulated_batches_reached", "_update_learning_rates")
         self._replace(loop.automatic_optimization, "_make_zero_grad_fn", "_training_step")
         self._replace_one(loop.val_loop, "reset", self.begin_validation)
@@ -223,6 +224,15 @@ class _GuardedFit(GuardedTrainer):
         finally:
             progress.current.ready = ready
 
+    def update_train_step_metrics(self) -> None:
+        self._leave_stop_to_guard()  # where it is to stop, Lightning logs that step, and validates
+        self._originals["update_train_step_metrics"]()
+
+    def _leave_stop_to_guard(self) -> None:
+        """A callback's answer to a stop signal is no end of the training: the guard stops all ranks together."""
+        if self._trainer.should_stop and self.guard.script_was_told:
+            self._trainer.should_stop = False
+
     # Its epochs ------------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
@@ -321,7 +331,10 @@ class _GuardedFit(GuardedTrainer):
         return bool(self._trainer.should_stop and self._loop._can_stop_early)
 
     def _finish(self) -> bool:
-        """Training is done, as Lightning sees it. False where the guard has put it elsewhere."""
+        """Training is done, as Lightning sees it. False where the guard has put it elsewhere, or stops it soon."""
+        self._leave_stop_to_guard()
+        if not self._loop.done:
+            return False
         by = "trainer.should_stop" if self._stops else f"max_epochs={self._loop.max_epochs}"
         self._finished = self._finished or self._has_all_steps or self.guard.finish(by)  # the steps: its own end
         return self._finished

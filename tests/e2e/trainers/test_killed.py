@@ -69,8 +69,11 @@ def test_a_rank_of_a_sharded_model_that_is_killed_costs_nothing(tmp_path: Path, 
     require_undisturbed(tmp_path, job, ["in a step"])
 
 
-def test_a_protected_job_that_is_told_to_stop_is_saved_and_goes_on(tmp_path: Path) -> None:
-    require_undisturbed(tmp_path, TRAINER.but(samples=32, bad_at=()), ["by SIGTERM"])
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_a_protected_job_that_is_told_to_stop_is_saved_and_goes_on(tmp_path: Path, by_callback: bool) -> None:
+    """Also where a callback of the script answers the signal, by the end of the training: it is none."""
+    job = TRAINER.but(samples=32, bad_at=(), stops_when_told=by_callback)
+    require_undisturbed(tmp_path, job, ["by SIGTERM"])
 
 
 def test_a_training_that_a_callback_has_stopped_stays_stopped_when_a_rank_is_killed_behind_it(tmp_path: Path) -> None:

@@ -160,3 +160,7 @@ def test_a_stopped_fit_goes_on_where_it_is_asked_for_more(tmp_path: Path) -> Non
 @pytest.mark.soak
 def test_a_rank_that_is_killed_anywhere_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
     require_undisturbed(tmp_path, KILLED, list(PHASES))
+
+
+def test_a_callback_that_answers_a_stop_signal_by_the_end_of_the_training_does_not_end_it(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, LIGHTNING.but(samples=32, stops_when_told=True), ["by SIGTERM"])
