@@ -137,7 +137,7 @@ def test_hosts_apart_whose_fast_tier_comes_back_smaller_write_into_it(
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     settings = {"fast_tier": str(memory), "ring": f"file://{tmp_path}/bucket", "keep": 7, "snapshot_every": 5}
     guard = rollback.Guard(
-        model=model, optimizer=optimizer, loader=list(torch.randn(120, 4, 4)), run=run, **SETTINGS | settings
+        model=model, optimizer=optimizer, loader=list(torch.randn(240, 4, 4)), run=run, **SETTINGS | settings
     )
     failed_at, slots = 0, guard._loop.checkpoints.snapshots.memory.fast_tier
     for x in guard:
