@@ -86,6 +86,7 @@ def test_why_the_store_cannot_be_had_is_what_torchrun_fails_with(monkeypatch: py
 
 def test_a_supervisor_is_told_that_what_is_at_its_endpoint_is_mute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_MUTE", 0.1)
+    monkeypatch.setattr(meeting, "_CONNECT", timedelta(seconds=1))
     monkeypatch.setattr(meeting.os, "_exit", lambda status: None)
     with mute() as (port, taken):
         told: list[str] = []
