@@ -10,6 +10,7 @@ from rollback.source.changed_by_calls import ChangedByCalls
 from rollback.source.loop_carried import has_part_in, iteration_of, names_in, place_of, set_by_head, targets_in
 from rollback.source.loops import ScriptLoops
 from rollback.source.syntax import (
+    Function,
     Loop,
     dotted,
     is_backward,
@@ -181,14 +182,8 @@ class Dependence:
     def __init__(self, loops: ScriptLoops, nodes: Iterable[ast.AST]) -> None:
         self._loops = loops
         self.nodes = [*{id(node): node for node in nodes}.values()]
-        self._properties: set[str] = set()
-        self._returned: dict[str, set[str]] = {}
-        """The names in what a function of the file gives back, by its name; so of a property."""
-        for function in ast.walk(loops.tree):
-            if isinstance(function, ast.FunctionDef):
-                given = (node.value for node in of_scope(function) if isinstance(node, ast.Return) and node.value)
-                self._returned.setdefault(function.name, set()).update(*map(names_in, given))
-                self._properties |= {function.name} if function.decorator_list else set()
+        self._returned: dict[Function, set[str]] = {}
+        """The names in what a function of the file gives back."""
         self._made: list[tuple[str, set[str]]] = []
         """What is set, and what it is made of; with the tests of all `if`s around that."""
         self._parts: list[tuple[str, str]] = []
@@ -240,8 +235,16 @@ class Dependence:
         """Those in an expression, and in what functions give back that it calls."""
         yield from names_in(value)
         for node in ast.walk(value):
-            asked = node.attr if isinstance(node, ast.Attribute) and node.attr in self._properties else None
-            yield from self._returned.get(self._loops.called(node) or asked or "", ())
+            functions = self._loops.called(node)
+            if isinstance(node, ast.Attribute):  # a property
+                functions = [each for each in self._loops.functions.get(node.attr, []) if each.decorator_list]
+            yield from (name for function in functions for name in self._names_returned(function))
+
+    def _names_returned(self, function: Function) -> set[str]:
+        if function not in self._returned:
+            given = (node.value for node in of_scope(function) if isinstance(node, ast.Return) and node.value)
+            self._returned[function] = set().union(*map(names_in, given))
+        return self._returned[function]
 
 
 def _seeds(loops: ScriptLoops, region: list[ast.AST], loop: Loop) -> Iterator[ast.AST]:
