@@ -115,15 +115,12 @@ class CarriedByLoop:
     """
 
     def __init__(self, loops: ScriptLoops, loop: Loop) -> None:
-        called = ChangedByCalls(loops, loop)
-        nodes = [node for part in loop.body for node in (part, *of_scope(part))]
-        given = [(dotted(target), value) for targets, value in map(_assigned, nodes) for target in targets]
-        clocks = {name for name, value in given if _is_clock(value)}
-        anew = {name for name, _ in given if name} | set_by_head(loop)
+        called, iteration = ChangedByCalls(loops, loop), iteration_of(loop)
+        anew = iteration.rebound | set_by_head(loop)
         beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
-        iteration = iteration_of(loop)
+        clocks = {dotted(it) for targets, value in map(_assigned, ast.walk(loop)) if _is_clock(value) for it in targets}
         whole = {name.rpartition(".")[0] for name in called.found}  # of which each part is known: `meter.update(loss)`
-        self.lines = {name: line for name, line in (iteration.carried | beside).items() if name not in clocks | whole}
+        self.lines = {name: line for name, line in (beside | iteration.carried).items() if name not in clocks | whole}
         self.rebound = iteration.rebound | called.rebound
         if loop in loops.gathering_loops or loop in [each.loop for each in loops.step_loops]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
