@@ -12,7 +12,7 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import beyond_the_record, healthy_before, is_on_record
 from rollback.config import Settings, spelt
 from rollback.errors import ExitCode, NoUsableCheckpoint, RollbackError, StoppedAsStructural, WrongSetting
-from rollback.facts.history import History, merge_windows
+from rollback.facts.history import History
 from rollback.facts.supervisor import RunEnded
 from rollback.facts.training import (
     THE_SUPERVISOR,
@@ -161,7 +161,7 @@ def leave_out_what_is_new(
     for crash in blamed:
         if not leaves_out(settings, crash):
             added.append(SkipAdded(window=crash.window, who=THE_SUPERVISOR, why=crash.in_words()))
-    passed_over, known = merge_windows(history.skip_list), {fact.window for fact in history.added}
+    passed_over, known = Window.merged(history.skip_list), {fact.window for fact in history.added}
     new: list[tuple[SkipAdded, str | None]] = []
     for fact in added:
         if fact.window not in known:
