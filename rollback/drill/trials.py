@@ -17,7 +17,6 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, OutputNotWritten, RollbackError, reporting
 from rollback.facts.fact import Window
-from rollback.facts.history import merge_windows
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry, IncidentEntry
@@ -80,7 +79,7 @@ class Trial:
     def skips(self) -> tuple[Window, ...]:
         """What its own incidents had it pass over, in order."""
         skipped = self.audit.skipped if self.audit else []
-        return tuple(merge_windows(Window(first=e.batch, last=e.batch) for e in skipped if e.incidents))
+        return tuple(Window.merged(Window(first=e.batch, last=e.batch) for e in skipped if e.incidents))
 
 
 class DrillStage:

@@ -1,7 +1,9 @@
 """The base class of all facts, and the ranges of batches that many facts hold. The facts themselves are in
 `rollback.facts.training`."""
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -37,6 +39,24 @@ class Window(BaseModel, frozen=True, extra="forbid"):
     def in_words(self) -> str:
         """For sentences; the verb behind it must suit one batch and many."""
         return f"batches {self}" if len(self) > 1 else f"batch {self.first}"
+
+    @staticmethod
+    def merged(windows: "Iterable[Window]") -> "list[Window]":
+        """The same batches as sorted windows that neither touch nor overlap."""
+        merged: list[Window] = []
+        for window in sorted(windows, key=attrgetter("first")):
+            if merged and window.first <= merged[-1].last + 1:
+                merged[-1] = Window(first=merged[-1].first, last=max(merged[-1].last, window.last))
+            else:
+                merged.append(window)
+        return merged
+
+    @staticmethod
+    def holding(windows: "Sequence[Window]", batch: int) -> "Window | None":
+        """The one of these windows that has the batch, if any. windows: as `merged` gives them; many batches are asked
+        of."""
+        place = bisect_right(windows, batch, key=attrgetter("first"))
+        return windows[place - 1] if place and batch in windows[place - 1] else None
 
 
 class SamplesFrom(BaseModel, frozen=True, extra="forbid"):

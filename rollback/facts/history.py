@@ -4,8 +4,7 @@ Pure: journal entries in, a `History` out. Ranks fold the train journal to find 
 journals.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, cast, get_args
@@ -361,23 +360,6 @@ def in_durable_ring(*histories: History, place: str | None = None) -> set[str]:
     return {name for at, name in copied - left if place in (None, at)}
 
 
-def merge_windows(windows: Iterable[Window]) -> list[Window]:
-    """The same batches as sorted windows that neither touch nor overlap."""
-    merged: list[Window] = []
-    for window in sorted(windows, key=lambda item: item.first):
-        if merged and window.first <= merged[-1].last + 1:
-            merged[-1] = Window(first=merged[-1].first, last=max(merged[-1].last, window.last))
-        else:
-            merged.append(window)
-    return merged
-
-
-def is_in(windows: Sequence[Window], batch: int) -> bool:
-    """Whether one of these windows has the batch. windows: as `merge_windows` gives them. Many batches are asked of."""
-    place = bisect_right(windows, batch, key=lambda window: window.first)
-    return place > 0 and batch in windows[place - 1]
-
-
 def passed_over_by(history: History, passed: Iterable[Window]) -> list[Window]:
     """What a run passes over, as another run is to be given it. passed: what it has passed over.
 
@@ -387,7 +369,7 @@ def passed_over_by(history: History, passed: Iterable[Window]) -> list[Window]:
     stands = history.stood[1] if history.stood else 0
     if history.pending is not None and history.pending.batch is not None:
         stands = min(stands, history.pending.batch)
-    done, own = merge_windows(passed), merge_windows(history.skip_list)
+    done, own = Window.merged(passed), Window.merged(history.skip_list)
     parts = [(max(one.first, other.first), min(one.last, other.last)) for one in own for other in done]
     parts += [(max(one.first, stands), one.last) for one in own]
-    return merge_windows(Window(first=first, last=last) for first, last in parts if first <= last)
+    return Window.merged(Window(first=first, last=last) for first, last in parts if first <= last)

@@ -33,7 +33,7 @@ class ChangedByCalls:
         methods = [item for kind in self._classes.values() for item in kind.body]
         functions = (node for node in ast.walk(tree) if isinstance(node, Function) and node not in methods)
         self._functions = {node.name: node for node in functions}
-        self._kinds = dict(file.made_here)
+        self._kinds = {name: kinds[-1] for name, kinds in file.kinds_of.items()}
         self._kinds.update(("self", kind) for kind in self._classes.values() if loop in ast.walk(kind))
         self._entered: set[tuple[int, frozenset[tuple[str, str]]]] = set()
         self._look_into(_Body(loop.body, self._function), ())

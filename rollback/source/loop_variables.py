@@ -10,6 +10,7 @@ from rollback.source.changed_by_calls import ChangedByCalls
 from rollback.source.loop_carried import has_part_in, iteration_of, names_in, place_of, set_by_head, targets_in
 from rollback.source.loops import ScriptLoops
 from rollback.source.syntax import (
+    Function,
     Loop,
     dotted,
     is_backward,
@@ -114,15 +115,12 @@ class CarriedByLoop:
     """
 
     def __init__(self, loops: ScriptLoops, loop: Loop) -> None:
-        called = ChangedByCalls(loops, loop)
-        nodes = [node for part in loop.body for node in (part, *of_scope(part))]
-        given = [(dotted(target), value) for targets, value in map(_assigned, nodes) for target in targets]
-        clocks = {name for name, value in given if _is_clock(value)}
-        anew = {name for name, _ in given if name} | set_by_head(loop)
+        called, iteration = ChangedByCalls(loops, loop), iteration_of(loop)
+        anew = iteration.rebound | set_by_head(loop)
         beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
-        iteration = iteration_of(loop)
+        clocks = {dotted(it) for targets, value in map(_assigned, ast.walk(loop)) if _is_clock(value) for it in targets}
         whole = {name.rpartition(".")[0] for name in called.found}  # of which each part is known: `meter.update(loss)`
-        self.lines = {name: line for name, line in (iteration.carried | beside).items() if name not in clocks | whole}
+        self.lines = {name: line for name, line in (beside | iteration.carried).items() if name not in clocks | whole}
         self.rebound = iteration.rebound | called.rebound
         if loop in loops.gathering_loops or loop in [each.loop for each in loops.step_loops]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
@@ -181,14 +179,8 @@ class Dependence:
     def __init__(self, loops: ScriptLoops, nodes: Iterable[ast.AST]) -> None:
         self._loops = loops
         self.nodes = [*{id(node): node for node in nodes}.values()]
-        self._properties: set[str] = set()
-        self._returned: dict[str, set[str]] = {}
-        """The names in what a function of the file gives back, by its name; so of a property."""
-        for function in ast.walk(loops.tree):
-            if isinstance(function, ast.FunctionDef):
-                given = (node.value for node in of_scope(function) if isinstance(node, ast.Return) and node.value)
-                self._returned.setdefault(function.name, set()).update(*map(names_in, given))
-                self._properties |= {function.name} if function.decorator_list else set()
+        self._returned: dict[Function, set[str]] = {}
+        """The names in what a function of the file gives back."""
         self._made: list[tuple[str, set[str]]] = []
         """What is set, and what it is made of; with the tests of all `if`s around that."""
         self._parts: list[tuple[str, str]] = []
@@ -240,8 +232,16 @@ class Dependence:
         """Those in an expression, and in what functions give back that it calls."""
         yield from names_in(value)
         for node in ast.walk(value):
-            asked = node.attr if isinstance(node, ast.Attribute) and node.attr in self._properties else None
-            yield from self._returned.get(self._loops.called(node) or asked or "", ())
+            functions = self._loops.called(node)
+            if isinstance(node, ast.Attribute):  # a property
+                functions = [each for each in self._loops.functions.get(node.attr, []) if each.decorator_list]
+            yield from (name for function in functions for name in self._names_returned(function))
+
+    def _names_returned(self, function: Function) -> set[str]:
+        if function not in self._returned:
+            given = (node.value for node in of_scope(function) if isinstance(node, ast.Return) and node.value)
+            self._returned[function] = set().union(*map(names_in, given))
+        return self._returned[function]
 
 
 def _seeds(loops: ScriptLoops, region: list[ast.AST], loop: Loop) -> Iterator[ast.AST]:

@@ -312,7 +312,7 @@ class ScriptLoops(ScriptFile):
 
     def _gathers(self, value: ast.AST) -> bool:
         """Whether it calls a function of the file that makes a list of what `next` gives."""
-        bodies = [node for function in self.called_functions(value) for node in ast.walk(function)]
+        bodies = [node for function in self.called(value) for node in ast.walk(function)]
         gives = any(isinstance(node, _PASSES_ON) or is_backward(node) for node in bodies)
         return not gives and any(is_call_of(node, "next") for node in bodies)
 

@@ -57,13 +57,10 @@ class ScriptFile:
             name for functions in self.functions.values() for each in functions for name in parameters_of(each)
         }
         self._only_arguments = arguments - {dotted(target) for target, _ in given}
-        made = [*_objects_made(given, self.classes)]
-        self.made_here = dict(made)
-        """The class of an object that is made in this file, by the name that it gets: `stopper = Stopper()`."""
-        self._kinds: dict[str, list[ast.ClassDef]] = {}
-        """The same, where one name gets objects of several classes."""
-        for name, kind in made:
-            self._kinds.setdefault(name, []).append(kind)
+        self.kinds_of: dict[str, list[ast.ClassDef]] = {}
+        """The classes of objects that are made in this file, by the name that these get: `stopper = Stopper()`."""
+        for name, kind in _objects_made(given, self.classes):
+            self.kinds_of.setdefault(name, []).append(kind)
         self._class_around = {node: kind for kind in self.classes.values() for node in ast.walk(kind)}
         scopes = (node for node in ast.walk(self.tree) if isinstance(node, Scope))
         self.scope_of: dict[ast.AST, Scope] = {node: scope for scope in scopes for node in ast.walk(scope)}
@@ -74,28 +71,29 @@ class ScriptFile:
         scope = self.scope_of[loop]
         return scope if isinstance(scope, Function) else None
 
-    def called(self, node: ast.AST) -> str | None:
-        """The name of the function of this file that a call may mean."""
+    def called(self, node: ast.AST) -> list[Function]:
+        """The functions of this file that a call may run. Where it tells the class of an object, another class's method
+        of that name is none: `meter.update(loss)` is not the `update` that trains."""
         match node:
             case ast.Call(func=ast.Name(id=name)):
-                return name
-            case ast.Call(func=ast.Attribute(attr=name, value=owner)) if self._is_of_its_method(owner):
-                return name
-            case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in self._methods:
-                return name if name not in _OF_MODULES or self._has_own(owner, name) else None
-        return None
+                return self.functions.get(name, [])
+            case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in self.functions:
+                return self._called_of(owner, name)
+        return []
 
-    def called_functions(self, node: ast.AST) -> list[Function]:
-        """Those of this file that a call may run. Where it tells the class of an object, another class's method of that
-        name is none: `meter.update(loss)` is not the `update` that trains."""
-        name = self.called(node) or ""
-        owner = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
-        kinds = self._kinds.get(dotted(owner) or "", []) if owner is not None else []
-        if owner is not None and self._is_of_its_method(owner) and (around := self._class_around.get(owner)):
-            kinds = [kind for kind in self.classes.values() if around in lineage(kind, self.classes)]
-        known = self._redefined.isdisjoint(kind.name for kind in kinds)
-        own = [method for kind in kinds if known for method in methods_of(kind, name, self.classes)]
-        return own or self.functions.get(name, [])
+    def _called_of(self, owner: ast.expr, name: str) -> list[Function]:
+        known = dotted(owner) or ""
+        kinds = self.kinds_of.get(known, [])
+        if self._is_of_its_method(owner):
+            if around := self._class_around.get(owner):
+                kinds = [kind for kind in self.classes.values() if around in lineage(kind, self.classes)]
+        elif name not in self._methods:
+            return []
+        elif name in _OF_MODULES and not any(any(methods_of(kind, name, self.classes)) for kind in kinds):
+            guessed = self.guesses_owners and not kinds and name in _OF_OPTIMIZERS and known in self._only_arguments
+            return self.functions[name] if guessed else []
+        own = [method for kind in kinds for method in methods_of(kind, name, self.classes)]
+        return own if own and self._redefined.isdisjoint(kind.name for kind in kinds) else self.functions[name]
 
     def _is_of_its_method(self, owner: ast.expr) -> bool:
         """Whether it is the object whose method it stands in."""
@@ -104,13 +102,6 @@ class ScriptFile:
             self._owners.get(self.scope_of.get(owner, self.tree)),
         )
 
-    def _has_own(self, owner: ast.expr, name: str) -> bool:
-        """Whether it has a method of that name by a class of this file, as far as the file tells."""
-        known = dotted(owner) or ""
-        if kinds := self._kinds.get(known):
-            return any(any(methods_of(kind, name, self.classes)) for kind in kinds)
-        return self.guesses_owners and name in _OF_OPTIMIZERS and known in self._only_arguments
-
     def reached_by(self, statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
         """These, and the bodies of what they call."""
         pending: list[ast.AST] = list(statements)
@@ -118,7 +109,7 @@ class ScriptFile:
         while pending:
             for node in ast.walk(pending.pop()):
                 yield node
-                for function in self.called_functions(node):
+                for function in self.called(node):
                     if id(function) not in entered:
                         entered.add(id(function))
                         pending += function.body
@@ -129,9 +120,7 @@ class ScriptFile:
             return
         names = [name for name in parameters_of(function) if name not in ("self", self._owners.get(function))]
         for call in ast.walk(self.tree):
-            if not isinstance(call, ast.Call) or self.called(call) != function.name:
-                continue
-            if function in self.called_functions(call):
+            if isinstance(call, ast.Call) and function in self.called(call):
                 given = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
                 yield from ((call, ast.Assign([ast.Name(name, ast.Store())], value)) for name, value in given if name)
 

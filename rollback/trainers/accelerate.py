@@ -8,7 +8,6 @@ back with a rollback, and that a batch is the last of its epoch is known from th
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.start import attach
+from rollback.train.state.stateful import trained_by
 from rollback.train.updates.optimizer import applies_gradients
 from rollback.train.updates.wrappers import ddp_inside, unwrap
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
@@ -118,8 +118,7 @@ def _trained_besides(accelerator: Any, known: list[Any]) -> dict[str, Any]:
     def others(items: Iterable[Any]) -> list[Any]:
         return [item for item in map(_inside, items) if not _is_among(known, item)]
 
-    groups = chain.from_iterable(each.param_groups for each in accelerator._optimizers)
-    trained = {id(item) for group in groups for item in group["params"]}
+    trained = {id(item) for each in accelerator._optimizers for item in trained_by(each)}
     models = [each for each in others(accelerator._models) if not trained.isdisjoint(map(id, each.parameters()))]
     return {
         **named("other_model", models),

@@ -12,7 +12,6 @@ from job_results import Scenarios
 from selection import by_default
 from toy import Toy, facts, history, require_same, same_skips_from_the_start, skipped, train
 
-from rollback.facts.history import merge_windows
 from rollback.facts.training import (
     Attached,
     Concluded,
@@ -66,7 +65,7 @@ def test_a_bad_stretch_costs_its_own_batches_and_the_run_is_as_if_they_had_never
     assert (plan.skip, plan.screen.first) == (None, plan.batch)
     assert {fact.incident for fact in facts(run, ScreenedOut)} == {0}
     assert [fact.outcome for fact in facts(run, Concluded)] == ["recovered"]
-    (window,) = merge_windows(history(run).skip_list)
+    (window,) = Window.merged(history(run).skip_list)
     if job != "a shorter last update":  # there the window leaves whole updates of its epoch
         assert window == bad_updates(toy)
     assert sorted(skipped(run)) == list(range(window.first, window.last + 1))
@@ -96,7 +95,7 @@ def test_where_too_much_stands_out_the_run_stops_before_incidents_cost_more_than
         train(toy, run)
     assert stopped.value.code == 76
     assert "max_skipped (5%) allows 68" in facts(run, Stopped)[0].account
-    assert len(merge_windows(history(run).skip_list)) == 1
+    assert len(Window.merged(history(run).skip_list)) == 1
     assert len(skipped(run)) <= 68
 
 
@@ -124,7 +123,7 @@ def test_killed_in_the_middle_of_a_screen_it_goes_on_in_the_screen(
     ended = forker.finish(toy, run, log=log)
     assert len(facts(run, Attached)) == 1 + len(kills)
     assert len(facts(run, Incident)) == 1
-    assert merge_windows(history(run).skip_list) == [bad_updates(toy)]
+    assert Window.merged(history(run).skip_list) == [bad_updates(toy)]
     require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), job)
 
 
@@ -139,7 +138,7 @@ def test_a_rank_of_two_killed_in_a_screen(tmp_path: Path, sharding: str | None, 
     code, output = job.launch(job.run("job"))
     assert code == 0, output[-6000:]
     assert len(facts(job.run("job"), Attached)) == 2
-    assert merge_windows(history(job.run("job")).skip_list) == [bad_updates(toy)]
+    assert Window.merged(history(job.run("job")).skip_list) == [bad_updates(toy)]
     (tmp_path / "again").mkdir()
     again = Scenarios(tmp_path / "again")
     again.add("job", toy, skips_of=str(job.run("job")))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rollback.config import Settings
 from rollback.data_stream import DataStream
-from rollback.facts.history import merge_windows
 from rollback.facts.training import Incident, Planned, Window
 from rollback.policy import PolicyCheckpoint, horizon_end, plan, plan_request, repeats
 from rollback.rundir.paths import CheckpointName
@@ -122,7 +121,7 @@ def test_a_stretch_that_is_longer_than_the_window_costs_what_is_behind_it_and_ha
     settings, last, skipped = rules(policy="surgical"), None, list[Window]()
     answers = []
     for onset in (230, 234, 238, 244):
-        stream = DataStream(skipped=tuple(merge_windows(skipped)))
+        stream = DataStream(skipped=tuple(Window.merged(skipped)))
         last = plan(incident(onset, onset + 3), last, RING, settings, stream)
         assert last.skip is not None
         skipped.append(last.skip)
@@ -332,7 +331,7 @@ def test_a_loss_that_is_nan_in_each_batch_is_called_structural_where_no_budget_e
         found = incident(0, 0, in_hand=policy == "surgical").model_copy(
             update={"onset_batch": batch, "detection_batch": batch}
         )
-        stream = DataStream(1, skipped=tuple(merge_windows(windows)), total=total)
+        stream = DataStream(1, skipped=tuple(Window.merged(windows)), total=total)
         answer = plan(found, last, held(0), settings, stream)
         if answer.action == "stop":
             break

@@ -5,16 +5,19 @@ They lie beside the end marks (`end_marks`), and the next attempt removes them.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.checkpoints import LastSnapshotMade
 from rollback.facts.fact import escape_surrogates
+from rollback.facts.training import Tier
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.small_json import sound_model
+from rollback.wording import gone_in_words
 
 _LIMIT = 4 << 20
 
@@ -37,6 +40,14 @@ class LastSnapshotResult(BaseModel, frozen=True):
     """Of one rank: the newest lines of the metrics, which rank 0 may not have written any more."""
     furthest: int | None = None
     """Of a host or of all: the furthest step that a rank has come to the end of."""
+
+    def kept(
+        self, seconds: float, manifest: Manifest, metrics: Iterable[str], gone: Sequence[int] = (), tier: Tier = "fast"
+    ) -> "LastSnapshotResult":
+        """The same with this checkpoint. gone: the ranks that are, as all hosts know of them."""
+        told = {"checkpoint": manifest.name, "step": manifest.step, "tier": tier, "metrics": tuple(metrics)}
+        reason = gone_in_words(gone) if gone else self.reason
+        return self.model_copy(update={**told, "seconds": round(seconds, 4), "reason": reason})
 
     def as_fact(
         self, kept: int | None = None, reached: int | None = None, *, host_lost: bool = False

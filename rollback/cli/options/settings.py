@@ -12,7 +12,7 @@ from rollback.cli.options.values import parse_samples, parse_window, together
 from rollback.config import Settings, explain
 from rollback.errors import UsageError, reporting
 from rollback.facts.fact import SamplesFrom, Window
-from rollback.facts.history import History, merge_windows, passed_over_by
+from rollback.facts.history import History, passed_over_by
 from rollback.facts.training import PassedOver
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import read_journal
@@ -28,7 +28,7 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
     values = {name: value for name, value in given.items() if value is not None}
     if "skip" in values or skips_of is not None:
         windows = [parse_window(text, "--skip") for text in values.get("skip", [])]
-        values["skip"] = merge_windows(windows + (_passed_over_by(skips_of) if skips_of is not None else []))
+        values["skip"] = Window.merged(windows + (_passed_over_by(skips_of) if skips_of is not None else []))
     if "skip_samples" in values or skips_of is not None:
         own = [[parse_samples(text)] for text in values.get("skip_samples", [])]
         others = _history_of(skips_of).quarantine if skips_of is not None else []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rollback.facts import training as facts
 from rollback.facts.ending import SCRIPT_LEFT
-from rollback.facts.history import Case, History, is_in, merge_windows
+from rollback.facts.history import Case, History
 from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
 from rollback.inspect.audit.contents import RunContents
@@ -109,7 +109,7 @@ def _passed_over(contents: RunContents, told: Sequence[facts.JournalEntry]) -> l
     """The skipped batches: by the journal, and by skip records of ranks whose line a crash prevented."""
     windows = [fact.window for _, fact in of_kind(told, facts.PassedOver)]
     seen = {skipped.batch for rank in contents.skipped.values() for skipped in rank}
-    return merge_windows([*windows, *(facts.Window(first=batch, last=batch) for batch in sorted(seen))])
+    return facts.Window.merged([*windows, *(facts.Window(first=batch, last=batch) for batch in sorted(seen))])
 
 
 def _span(window: facts.Window, passed: Sequence[facts.Window]) -> report.Span:
@@ -130,7 +130,7 @@ def _span(window: facts.Window, passed: Sequence[facts.Window]) -> report.Span:
 def _skipped(
     contents: RunContents, history: History, last_passed: Mapping[int, Passing], notices: list[str]
 ) -> list[report.SkippedBatchEntry]:
-    windows = [(case.incident.incident, window) for case in history.cases for window in merge_windows(case.skips)]
+    windows = [(case.incident.incident, window) for case in history.cases for window in facts.Window.merged(case.skips)]
     by_batch: dict[int, dict[int, SkippedBatch]] = {}
     for rank, lines in contents.skipped.items():
         for line in lines:
@@ -146,7 +146,7 @@ def _skipped(
     entries = []
     order, owners = sorted(by_batch), defaultdict(list)
     given, blamed = (
-        merge_windows(added.window for added in history.added if added.by_supervisor is by_supervisor)
+        facts.Window.merged(added.window for added in history.added if added.by_supervisor is by_supervisor)
         for by_supervisor in (False, True)
     )
     for incident, window in windows:
@@ -158,8 +158,8 @@ def _skipped(
         entry = report.SkippedBatchEntry(
             batch=batch, epoch=any_rank.epoch, offset=any_rank.offset, incidents=owners[batch],
             indices={rank: line.indices for rank, line in sorted(ranks.items())},
-            by_user=is_in(given, batch),
-            by_supervisor=is_in(blamed, batch),
+            by_user=facts.Window.holding(given, batch) is not None,
+            by_supervisor=facts.Window.holding(blamed, batch) is not None,
         )  # fmt: skip
         entries.append(entry)
     return entries
@@ -192,7 +192,7 @@ def _incidents(
                 escalation=plan.escalation if plan else 0,
                 planned_checkpoint=plan.checkpoint if plan else None,
                 skip=_span(plan.skip, passed) if plan and plan.skip else None,
-                screen=_span(plan.screen, merge_windows(case.skips)) if plan and plan.screen else None,
+                screen=_span(plan.screen, facts.Window.merged(case.skips)) if plan and plan.screen else None,
                 restored=report.RestoredCheckpoint.of(case.restored, at=restored[number].at) if case.restored else None,
                 repeats=before.incident.incident if before and _is_repeat(case, before) else None,
                 repeated_by=after.incident.incident if after and _is_repeat(after, case) else None,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollback.facts.fact import by_whom
-from rollback.facts.history import Case, History, fold, is_in, merge_windows
+from rollback.facts.history import Case, History, fold
 from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
 from rollback.inspect.audit.contents import ranks_with_skips
 from rollback.inspect.audit.passings import CONDITIONS, WindowIndex, counts, passings
@@ -102,7 +102,7 @@ def read_samples(root: Path) -> SampleTable:
                 if lines.get(line.batch) == number and counts(last_passed, line.batch, rank):
                     yield from _rows(line, rank, times, reasons)
         told = sum(map(len, times.windows))
-        unknown = told - sum(is_in(times.windows, batch) for batch in recorded)
+        unknown = told - sum(Window.holding(times.windows, batch) is not None for batch in recorded)
         if unknown > 0:
             notices.append(f"{unknown} of {told} batches passed over left no record of what they held: no row for them")
 
@@ -128,7 +128,7 @@ class _Times:
             windows[fact.timeline].append(fact.window)
             self._told[fact.timeline].append((record.attempt, fact.step, record.at))
         self._indexes = {timeline: WindowIndex(own) for timeline, own in windows.items()}
-        self.windows = merge_windows(window for own in windows.values() for window in own)
+        self.windows = Window.merged(window for own in windows.values() for window in own)
 
     def of(self, line: SkippedBatch) -> Row:
         index = self._indexes.get(line.timeline)

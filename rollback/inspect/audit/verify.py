@@ -20,7 +20,7 @@ from pydantic import Field
 
 from rollback.checkpoints.tiers import locate
 from rollback.errors import ExitCode, JournalDamaged, RunDirectoryError
-from rollback.facts.history import History, fold, is_in, merge_windows
+from rollback.facts.history import History, fold
 from rollback.facts.training import Attached, JournalEntry, PassedOver, Trouble, Window
 from rollback.inspect.audit.passings import CONDITIONS, passings
 from rollback.inspect.document import Document, ReportItem
@@ -122,9 +122,9 @@ def _skips(paths: RunPaths, records: list[JournalEntry], history: History) -> li
     found: list[str] = []
     identity = read_identity(paths)
     passed = [(record.attempt, fact.window) for record, fact in of_kind(records, PassedOver)]
-    told = merge_windows(window for _, window in passed)
+    told = Window.merged(window for _, window in passed)
     ranks_of = {record.attempt: fact.world_size for record, fact in of_kind(records, Attached)}
-    listed, conditions = merge_windows(history.skip_list), of_kinds(records, CONDITIONS)
+    listed, conditions = Window.merged(history.skip_list), of_kinds(records, CONDITIONS)
     for window in told:
         if not any(window.first in other and window.last in other for other in listed):
             found.append(f"the skip list does not have all that was passed over: {window.in_words()}")
@@ -132,7 +132,7 @@ def _skips(paths: RunPaths, records: list[JournalEntry], history: History) -> li
     refused = next(troubles, None)
     for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
         # An attempt may have had fewer ranks than another.
-        seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
+        seen = Window.merged(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
         why = "" if refused is None else f" ({WRITING} failed{' on rank 0' if rank else ''}: {refused})"
         found += _shorten(_rank(paths.skip_record(rank), seen, listed, conditions, why), "of this rank")
     return found
@@ -147,7 +147,7 @@ def _rank(
     damaged: list[str] = []
     try:
         for line in read_skipped(path, damaged):
-            if not is_in(listed, line.batch):
+            if Window.holding(listed, line.batch) is None:
                 yield f"{path}: batch {line.batch} is in no window of the skip list"
             held = hash(None if line.indices is None else tuple(line.indices))
             if known.setdefault(line.batch, held) != held:
@@ -159,7 +159,7 @@ def _rank(
         if batch not in passed or passed[batch].alike:
             yield f"{path}: batch {batch} is there twice, with different samples"
     yield from damaged
-    seen = merge_windows(Window(first=batch, last=batch) for batch in sorted(known))
+    seen = Window.merged(Window(first=batch, last=batch) for batch in sorted(known))
     for window in told:
         for gap in _gaps(window, seen):
             yield f"{path}: it does not have {gap.in_words()}, which the ranks passed over{why}"

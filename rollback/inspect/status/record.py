@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollback.facts import training as facts
-from rollback.facts.history import History, fold, merge_windows
+from rollback.facts.history import History, fold
 from rollback.inspect.document import Point
 from rollback.inspect.record.cost import TELLING
 from rollback.inspect.record.ending import TURNS, RunEnding, ending_of, lacks_its_end
@@ -71,7 +71,7 @@ class RunRecord:
             self._take(record)
         passed = [fact.window for _, fact in of_kind(news, facts.PassedOver)]
         if passed:
-            self.passed_over = merge_windows([*self.passed_over, *passed])
+            self.passed_over = facts.Window.merged([*self.passed_over, *passed])
         self.history.last_attempt = max([self.history.last_attempt, *(record.attempt for record in supervisor)])
         self.began = self.began or min((record.at for record in news), default=None)
         for turns, journal in zip(self._turns, (train, supervisor), strict=True):

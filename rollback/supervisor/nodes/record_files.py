@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollback.errors import RollbackError
-from rollback.facts.history import is_in, merge_windows
 from rollback.facts.training import Window
 from rollback.rundir.host_records import RecordPublisher
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -210,7 +209,7 @@ class RecordKeeper:
             writer.close()
 
     def _skip_list(self) -> Sequence[Window]:
-        return merge_windows(fold_journal(self._paths.train_journal).history.skip_list)
+        return Window.merged(fold_journal(self._paths.train_journal).history.skip_list)
 
 
 def _of_the_record(lines: Sequence[str], windows: Sequence[Window]) -> Iterator[str]:
@@ -220,7 +219,7 @@ def _of_the_record(lines: Sequence[str], windows: Sequence[Window]) -> Iterator[
     for line in lines:
         with contextlib.suppress(ValueError):
             batch = parse_model(line.encode(), SkippedBatch).batch
-            if is_in(windows, batch):
+            if Window.holding(windows, batch) is not None:
                 yield line
 
 

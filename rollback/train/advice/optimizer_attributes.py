@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from rollback.train.state.stateful import trained_by
 from rollback.train.updates.hooks import weak_hook
 
 _UPDATES = 4  # in a row, in all of which they must change, behind the first one: many attributes are made in that
@@ -104,8 +105,7 @@ def _numbers_of(optimizer: Optimizer) -> dict[str, float]:
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[tuple[str, list[Tensor]]]:
     """Of each attribute those that are neither parameters nor gradients."""
-    trained = [item for group in optimizer.param_groups for item in group["params"]]
-    known = {id(item) for parameter in trained for item in (parameter, parameter.grad)}
+    known = {id(item) for parameter in trained_by(optimizer) for item in (parameter, parameter.grad)}
     for name, value in vars(optimizer).items():
         if name not in _OF_TORCH and isinstance(value, Tensor | list | tuple | dict):
             items = [item for item in tree_leaves(value) if isinstance(item, Tensor) and id(item) not in known]
@@ -117,7 +117,7 @@ def _as_large_as_the_parameters(sizes: dict[str, int], optimizer: Optimizer) -> 
     """None where it keeps something of each parameter as is usual: then these may be what it only works with."""
     if any(isinstance(item, Tensor) and item.dim() for item in tree_leaves([*optimizer.state.values()])):
         return []
-    whole = sum(item.numel() for group in optimizer.param_groups for item in group["params"])
+    whole = sum(item.numel() for item in trained_by(optimizer))
     return [name for name, size in sizes.items() if size >= whole > 0]
 
 

@@ -31,6 +31,7 @@ from rollback.train.introspection import instances
 from rollback.train.sharded import local_of
 from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
+from rollback.train.state.stateful import trained_by
 from rollback.train.state.tree import memory_of
 from rollback.wording import AdviceText
 
@@ -264,7 +265,7 @@ class UnkeptState:
             return []
         gradients = tensors_of([item.grad for item in self._state.trained])
         kept = {storage_of(item) for item in (*self._state.image(data=False).tensors, *gradients.values())}
-        trained = {id(item) for optimizer in self._seen for item in _trained_by(optimizer)}
+        trained = {id(item) for optimizer in self._seen for item in trained_by(optimizer)}
 
         def has(item: Any) -> bool:
             return isinstance(item, Tensor) and (storage_of(item) in kept or id(item) in trained)
@@ -277,7 +278,7 @@ class UnkeptState:
         if self._state.counters.step:
             return None
         own = {id(item) for item in self._state.trained}
-        return next((type(each).__name__ for each in self._steady if own & {*map(id, _trained_by(each))}), None)
+        return next((type(each).__name__ for each in self._steady if own & {*map(id, trained_by(each))}), None)
 
     @functools.cached_property
     def _may_have_scheduler(self) -> bool:
@@ -318,7 +319,7 @@ class UnkeptState:
         image = self._state.image(data=False)
         kept = {memory_of(item) for item in image.tensors}
         keeps = [item for item in tree_leaves([*optimizer.state.values()]) if isinstance(item, Tensor)]
-        return any(memory_of(item) not in kept for item in (*keeps, *_trained_by(optimizer)))
+        return any(memory_of(item) not in kept for item in (*keeps, *trained_by(optimizer)))
 
     def _is_within(self, optimizer: Optimizer) -> bool:
         """Whether another object, which was handed over, has it."""
@@ -357,7 +358,3 @@ def _may_schedule(item: object) -> bool:
 
 def _attributes(item: object) -> list[object]:
     return [*getattr(item, "__dict__", {}).values()]
-
-
-def _trained_by(optimizer: Optimizer) -> list[Tensor]:
-    return [item for group in optimizer.param_groups for item in group["params"]]

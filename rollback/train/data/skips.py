@@ -7,7 +7,6 @@ from operator import attrgetter
 
 import xxhash
 
-from rollback.facts.history import merge_windows
 from rollback.facts.training import PassedOver, SampleQuarantine, Trouble, Window
 from rollback.rundir.skip_records import WRITING, SkippedBatch
 from rollback.system.lines import LineWriter
@@ -31,7 +30,7 @@ class SkipList:
     """The skip windows in force, and this rank's record of the batches that it skipped."""
 
     def __init__(self, run: AttachedRun) -> None:
-        self.windows = merge_windows(run.history.skip_list)
+        self.windows = Window.merged(run.history.skip_list)
         self.quarantine = list(run.history.quarantine)
         """The samples that are left out, and from which batch on, as journalled; the same on all ranks."""
         self._digest, self._digest_of = 0, (self.windows, 0, 0)
@@ -43,7 +42,7 @@ class SkipList:
         self._failing = False
 
     def add(self, window: Window) -> None:
-        self.windows = merge_windows([*self.windows, window])
+        self.windows = Window.merged([*self.windows, window])
 
     def digest_before(self, batch: int) -> int:
         """A hash of what was skipped and left out before a batch; 0: nothing."""
@@ -61,8 +60,7 @@ class SkipList:
 
     def window_at(self, batch: int) -> Window | None:
         """The window that this batch is in, if any."""
-        count = bisect_left(self.windows, batch + 1, key=_first)
-        return self.windows[count - 1] if count and batch in self.windows[count - 1] else None
+        return Window.holding(self.windows, batch)
 
     def leave_out(self, fact: SampleQuarantine) -> None:
         """Leave samples out from the fact's batch on, whatever earlier facts say of later batches. Journalled on

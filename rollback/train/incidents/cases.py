@@ -6,7 +6,7 @@ from dataclasses import replace
 from rollback import policy
 from rollback.config import Settings
 from rollback.data_stream import DataStream
-from rollback.facts.history import Case, History, merge_windows
+from rollback.facts.history import Case, History
 from rollback.facts.incidents import Outcome
 from rollback.facts.training import Concluded, Incident, Planned, SampleQuarantine, ScreenedOut, Window
 from rollback.policy import PolicyCheckpoint
@@ -63,7 +63,7 @@ class Cases:
         assert plan is not None
         assert plan.screen is not None
         window = Window(first=batches.first, last=stream.end_of_update(batches.first, batches.last))
-        stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
+        stream = replace(stream, skipped=tuple(Window.merged(self._skipped)))
         if stream.excess_of(window, self._settings):
             return None
         through = max(plan.screen.last, window.last + self._settings.reach.skip_after)
@@ -105,7 +105,7 @@ class Cases:
 
     def plan(self, incident: Incident, held: list[PolicyCheckpoint], stream: DataStream) -> Planned:
         """Plan the answer to an incident. On return the journal holds the left out samples, then the plan."""
-        stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
+        stream = replace(stream, skipped=tuple(Window.merged(self._skipped)))
         suspected = self._is_suspected(incident)
         plan = policy.plan(incident, self.last_plan, held, self._settings, stream, suspected=suspected)
         if plan.goes_back:

@@ -34,14 +34,12 @@ class Rewinder:
     def __init__(
         self, run: AttachedRun, state: TrainingState, judge: Judge, checkpoints: CheckpointManager, *, rehearsing: bool
     ) -> None:
-        self._ranks = run.ranks
-        self._record = run.record
+        self._run = run
         self._state = state
         self._judge = judge
         self._checkpoints = checkpoints
         self._restored = run.restored
         self._source: Manifest | StateCopy | None = run.restored
-        self._resumed = run.restored
         self.has_gone_back = False
         """Whether this process has gone back by a plan. Before it has, the script says what is to be trained."""
         self.held: StateCopy | None = None
@@ -62,10 +60,10 @@ class Rewinder:
         self.has_gone_back = True
         self.before()
         while True:
-            self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
+            self._run.ranks.barrier()  # the plan is on rank 0's disk before anybody restores
             name = decision.plan.checkpoint
             assert name is not None
-            result = restore(name, self._checkpoints.places(name), self._ranks, self._state)
+            result = restore(name, self._checkpoints.places(name), self._run.ranks, self._state)
             if result.place is not None:
                 break
             replanned = self._judge.plan_without(name, result.fault, decision)
@@ -85,8 +83,8 @@ class Rewinder:
             route="in_process",
             tier=result.place.tier,
         )
-        self._record.note(restored, f"back at step {target.step} in {restored.seconds:.2f} s")
-        self._record.advise_of(NOT_IN_CHECKPOINT, self._state.not_in_checkpoint, checkpoint=target.name)
+        self._run.record.note(restored, f"back at step {target.step} in {restored.seconds:.2f} s")
+        self._run.record.advise_of(NOT_IN_CHECKPOINT, self._state.not_in_checkpoint, checkpoint=target.name)
         self._publish(RollbackCause.PLAN, target, Case(decision.incident, plan, restored))
         return None
 
@@ -124,7 +122,7 @@ class Rewinder:
             self._put_back(cause, source)
             return
         self.before()
-        result = restore(source.name, self._checkpoints.places(source.name), self._ranks, self._state)
+        result = restore(source.name, self._checkpoints.places(source.name), self._run.ranks, self._state)
         if result.place is None:
             raise RollbackError(
                 f"restoring {source.name} once more at the start of its epoch: {result.fault.message}",
@@ -145,7 +143,7 @@ class Rewinder:
         """Raises, on all ranks, what the objects of one refuse: the others would train on without it."""
         self._checkpoints.snapshots.fence()
         self.before()
-        self._ranks.agreed(lambda: held.put_back(self._state))
+        self._run.ranks.agreed(lambda: held.put_back(self._state))
 
     def _publish(
         self,
@@ -154,7 +152,7 @@ class Rewinder:
         case: Case | None = None,
         screened_out: Window | None = None,
     ) -> None:
-        if self.has_gone_back or source is not self._resumed:
+        if self.has_gone_back or source is not self._run.restored:
             self._state.switches.put_back(self._state.switches.loaded)
         if cause is not RollbackCause.PROBE:
             self._source = source

@@ -24,6 +24,7 @@ from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.system.region import Region
 from rollback.system.threads import start_thread
+from rollback.train.last_snapshot.proof import NotProved
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.copy_stream import await_event, current, pin
 from rollback.train.state.state import TrainingState
@@ -37,7 +38,7 @@ TensorReader = Callable[[Tensor], Tensor]
 """Gives a tensor as it is read on the host."""
 
 
-class NoAnswer(Exception):
+class NoAnswer(NotProved):
     """A GPU did not answer in time, in words."""
 
 

@@ -248,8 +248,9 @@ def keep_together(
     digest: int | None = None,
     next_seq: int = 0,
     stands: Callable[[], bool] = lambda: True,
-) -> tuple[JointPlan, Manifest]:
-    """Agree on a step's end with the other hosts, and keep this host's part of it.
+) -> tuple[Manifest, tuple[str, ...], tuple[int, ...]]:
+    """Agree on a step's end with the other hosts, and keep this host's part of it. Returns the newest lines of the
+    metrics, too, and the ranks of all hosts that are gone.
 
     ranks, gone: of this host. ends: of which all of them have left marks, given whether it is late. The rest is of
     those at which the rank that calls stands: what writes their shards, the digest of the parameters, and whether it
@@ -273,11 +274,12 @@ def keep_together(
         )
         try:
             plan = exchange.agree(offer, late, stands, writers)
-            writer: MarksWriter | None = writers.get(plan.at)
+            writer: MarksWriter | None = (own := writers.get(plan.at))
             if writer is None:
                 writer = by_marks.get(plan.at) or by_marks[max(by_marks)]  # another end where all of it is written
                 writer.common_local, writer.texts, writer.shared = plan.common_local, plan.texts, plan.shared
-            return plan, exchange.keep(plan, writer, stands)
+            manifest = exchange.keep(plan, writer, stands)
+            return manifest, plan.metrics if own is None else own.metrics(exchange.judged_ahead), plan.gone
         except NextRound:
             if not stands():
                 raise

@@ -23,7 +23,7 @@ from rollback.train.last_snapshot.early import early_of_dead
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob
 from rollback.train.last_snapshot.peers import ends_of_ranks
-from rollback.train.last_snapshot.proof import NotProved, StoreGone
+from rollback.train.last_snapshot.proof import NotProved, StoreGone, why_not
 from rollback.train.last_snapshot.writers import JudgedAhead
 from rollback.wording import gone_in_words
 
@@ -51,20 +51,18 @@ def speak_for_host(paths: EndMarkPaths, noticed: float, deadline: float, lost_at
                 if read_results(paths, job.attempt):
                     return  # somebody else has spoken
                 try:
-                    told = _keep(paths, job, gone, noticed, deadline, lost_at)
-                except NotProved as error:
-                    told = {"why_not": str(error)}
+                    result = _keep(result, paths, job, gone, noticed, deadline, lost_at)
                 except Exception as error:  # noqa: BLE001 - the record says why nothing was kept
-                    told = {"why_not": f"{type(error).__name__}: {error}"}
-                write_result(paths, result.model_copy(update=told))
+                    result = result.model_copy(update={"why_not": why_not(error)})
+                write_result(paths, result)
         except TimeoutError as error:
             write_result(paths, result.model_copy(update={"why_not": str(error)}))
 
 
 def _keep(
-    paths: EndMarkPaths, job: HostsOfJob, gone: Sequence[int], noticed: float, deadline: float, lost_at: int | None
-) -> dict[str, object]:
-    """Returns what the result tells of it."""
+    result: LastSnapshotResult, paths: EndMarkPaths, job: HostsOfJob, gone: Sequence[int],
+    noticed: float, deadline: float, lost_at: int | None,
+) -> LastSnapshotResult:  # fmt: skip
     hosts = Hosts(job)
     (hosts.ring if lost_at is None else hosts.speak_for)()
     exchange = Exchange(hosts, _judge_ahead, deadline - time.monotonic())
@@ -75,12 +73,8 @@ def _keep(
 
     if not (ends := ends_of_ranks(paths, job.ranks, of_rank)):
         raise NotProved("its ranks are gone, and they had not come to the end of one step")
-    plan, manifest = keep_together(exchange, SlotPaths(paths.root.parent), job.ranks, gone, lambda late: ends)
-    seconds = round(time.monotonic() - noticed, 4)
-    return {
-        "reason": gone_in_words(plan.gone), "checkpoint": manifest.name, "step": manifest.step, "seconds": seconds,
-        "metrics": plan.metrics,
-    }  # fmt: skip
+    told = keep_together(exchange, SlotPaths(paths.root.parent), job.ranks, gone, lambda late: ends)
+    return result.kept(time.monotonic() - noticed, *told)
 
 
 def _judge_ahead(sent: Sequence[bytes]) -> JudgedAhead:

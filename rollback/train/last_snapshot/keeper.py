@@ -5,20 +5,19 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollback.checkpoints.fast_tier import last_locks, last_snapshot_result
 from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS, RANK_ENDS_ELSEWHERE, StepEnd
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.facts.training import Tier
-from rollback.train.last_snapshot.device import NoAnswer, TensorReader
+from rollback.train.last_snapshot.device import TensorReader
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.host_proxy import speaking_for_lost_hosts
 from rollback.train.last_snapshot.hosts import Hosts
 from rollback.train.last_snapshot.membership import Membership
 from rollback.train.last_snapshot.peers import POLL, HostMarks
-from rollback.train.last_snapshot.proof import NotProved
+from rollback.train.last_snapshot.proof import NotProved, why_not
 from rollback.train.last_snapshot.small_state import SharedState
 from rollback.train.last_snapshot.writers import (
     JudgedAhead,
@@ -149,12 +148,10 @@ class Keeper:
             if self._hosts is not None and self._bell != RANK_ENDS_ELSEWHERE:
                 self._hosts.ring()
             result = self._keep(result)
-        except (NotProved, NoAnswer) as error:
-            result = result.model_copy(update={"why_not": str(error)})
-            if self._hosts is not None:
-                self._hosts.refuse(str(error))
         except Exception as error:  # noqa: BLE001 - the rank ends either way; the record says why nothing was kept
-            result = result.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
+            result = result.model_copy(update={"why_not": why_not(error)})
+            if self._hosts is not None:
+                self._hosts.refuse(why_not(error))
         if result.checkpoint is None:  # else it is written already
             last_snapshot_result.write_result(self._paths, result)
 
@@ -192,28 +189,23 @@ class Keeper:
                 judged_ahead = self._judge_ahead(ends[0].marks.sent)
                 writer = writers[first.end]
                 manifest, tier = writer.write_alone(judged_ahead.sentinel)
-                return self._tell(result, manifest, writer.metrics(judged_ahead), tier=tier)
-            exchange = self._exchange(self._hosts)
+                return self._tell(result, manifest, writer.metrics(judged_ahead), (), tier)
             here = {standing.end: marks for standing, marks in ends}
-            plan, manifest = keep_together(
-                exchange, self._tier, self._run.ranks.on_this_host, self._gone,
+            return self._tell(result, *keep_together(
+                self._exchange(self._hosts), self._tier, self._run.ranks.on_this_host, self._gone,
                 lambda late: self._peers.all_ends(self._began, over=late) | here, writers=writers, digest=digest,
                 next_seq=self._snapshots.next_seq, stands=lambda: self._standing.is_still(first),
-            )  # fmt: skip
-            kept = writers.get(plan.at)
-            metrics = kept.metrics(exchange.judged_ahead) if kept is not None else plan.metrics
-            return self._tell(result, manifest, metrics, plan.gone)
+            ))  # fmt: skip
 
     def _keep_by_marks(self, hosts: Hosts, result: LastSnapshotResult) -> LastSnapshotResult:
         """No rank of this host stands at these ends. Those of other hosts may, and lack nothing but these marks."""
         with last_locks.alone(self._paths, self._began + _PATIENCE):
             if self._another_has_kept():
                 return result
-            plan, manifest = keep_together(
+            return self._tell(result, *keep_together(
                 self._exchange(hosts), self._tier, self._run.ranks.on_this_host, self._gone,
                 lambda late: self._peers.all_ends(self._began, over=True),
-            )  # fmt: skip
-            return self._tell(result, manifest, plan.metrics, plan.gone)
+            ))  # fmt: skip
 
     def _exchange(self, hosts: Hosts) -> Exchange:
         return Exchange(hosts, self._judge_ahead, self._began + _AMONG_HOSTS - time.monotonic())
@@ -221,17 +213,9 @@ class Keeper:
     def _another_has_kept(self) -> bool:
         return any(other.checkpoint for other in last_snapshot_result.read_results(self._paths, self._run.attempt))
 
-    def _tell(
-        self, result: LastSnapshotResult, manifest: Manifest, metrics: Sequence[str],
-        gone: Sequence[int] = (), tier: Tier = "fast",
-    ) -> LastSnapshotResult:  # fmt: skip
-        """Before another rank is let in. metrics: the newest lines. gone: as all hosts know of them."""
-        told = {
-            "checkpoint": manifest.name, "step": manifest.step, "tier": tier, "metrics": tuple(metrics),
-            "seconds": round(time.monotonic() - self._began, 4),
-            "reason": gone_in_words(gone) if gone else result.reason,
-        }  # fmt: skip
-        result = result.model_copy(update=told)
+    def _tell(self, result: LastSnapshotResult, manifest: Manifest, *told: Any) -> LastSnapshotResult:
+        """Before another rank is let in. told: as for `LastSnapshotResult.kept`."""
+        result = result.kept(time.monotonic() - self._began, manifest, *told)
         last_snapshot_result.write_result(self._paths, result)
         return result
 

@@ -12,7 +12,7 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import beyond_the_record, healthy_before, is_on_record
 from rollback.config import Settings, spelt
 from rollback.errors import ExitCode, NoUsableCheckpoint, RollbackError, StoppedAsStructural, WrongSetting
-from rollback.facts.history import History, merge_windows
+from rollback.facts.history import History
 from rollback.facts.supervisor import RunEnded
 from rollback.facts.training import (
     THE_SUPERVISOR,
@@ -82,7 +82,7 @@ def require_a_change(paths: RunPaths, settings: Settings, history: History) -> N
     """
     if settings.accept_structural or settings.decides_otherwise(history.settings):
         return
-    how, account = "as structural", _stopped_by_the_supervisor_s_word(paths, history)
+    how, account = "as structural", _structural_end_of_supervisor(paths, history)
     error: type[RollbackError] = StoppedAsStructural
     if (stopped := history.given_up) is not None:
         how, account = f"{how} at step {stopped.step}", stopped.account
@@ -97,17 +97,13 @@ def require_a_change(paths: RunPaths, settings: Settings, history: History) -> N
     )
 
 
-def _stopped_by_the_supervisor_s_word(paths: RunPaths, history: History) -> str | None:
+def _structural_end_of_supervisor(paths: RunPaths, history: History) -> str | None:
     """Why the last attempt was stopped as structural, where the ranks' journal could not take that, as on a full disk,
     and the supervisor's could; None: it was not."""
-    ended = read_entries(paths.supervisor_journal, [RunEnded])[-1:]
-    return next(
-        (
-            fact.reason for entry, fact in of_kind(ended, RunEnded)
-            if fact.exit_code == ExitCode.STRUCTURAL and entry.attempt >= history.last_attempt
-        ),
-        None,
-    )  # fmt: skip
+    for entry, fact in of_kind(read_entries(paths.supervisor_journal, [RunEnded])[-1:], RunEnded):
+        if fact.exit_code == ExitCode.STRUCTURAL and entry.attempt >= history.last_attempt:
+            return fact.reason
+    return None
 
 
 def require_samples(settings: Settings, cursor: Cursor) -> None:
@@ -165,7 +161,7 @@ def leave_out_what_is_new(
     for crash in blamed:
         if not leaves_out(settings, crash):
             added.append(SkipAdded(window=crash.window, who=THE_SUPERVISOR, why=crash.in_words()))
-    passed_over, known = merge_windows(history.skip_list), {fact.window for fact in history.added}
+    passed_over, known = Window.merged(history.skip_list), {fact.window for fact in history.added}
     new: list[tuple[SkipAdded, str | None]] = []
     for fact in added:
         if fact.window not in known:

@@ -28,6 +28,7 @@ from rollback.train.state.stateful import (
     require_same_order,
     require_same_parameters,
     tensors_of_state,
+    trained_by,
 )
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.learning_rate import RateReader
@@ -165,8 +166,8 @@ class TrainingState:
     def _frozen_memory(self) -> set[tuple[Any, ...]]:
         """The memory of the model's parameters that do not require a gradient, that no optimizer holds, and that share
         their memory with nothing else: what is tied to a trained parameter changes with it."""
-        optimizers = (self.optimizer, *(item for item in self.objects.values() if hasattr(item, "param_groups")))
-        held = {id(item) for each in optimizers for group in each.param_groups for item in group["params"]}
+        optimizers = self.optimizer, *self.objects.values()
+        held = {id(item) for each in optimizers for item in trained_by(each)}
 
         def is_still(item: Tensor) -> bool:
             return isinstance(item, nn.Parameter) and not (item.requires_grad or id(item) in held or is_sharded(item))
@@ -198,7 +199,7 @@ class TrainingState:
     def _parameters_of_states(self) -> Callable[[str], nn.Parameter | None]:
         """Finds the parameter whose state in an optimizer a checkpoint has by some name."""
         trained = {"shared/optimizer/state": self.trained} | {
-            f"shared/objects/{tree.escape(name)}/state": _trained_by(item) for name, item in self.objects.items()
+            f"shared/objects/{tree.escape(name)}/state": trained_by(item) for name, item in self.objects.items()
         }
 
         def find(name: str) -> nn.Parameter | None:
@@ -236,7 +237,7 @@ class TrainingState:
     @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters that the optimizer trains, in its order."""
-        return _trained_by(self.optimizer)
+        return trained_by(self.optimizer)
 
     def trained_names(self) -> list[str | None]:
         """Their names in the model's state; None for those of other modules."""
@@ -380,11 +381,6 @@ class TrainingState:
         """Restore the random states of the last `load`, and of the generators that the script has had kept."""
         rng.restore(self._random)
         self.kept.restore_generators()
-
-
-def _trained_by(optimizer: object) -> list[nn.Parameter]:
-    """The parameters of an optimizer, in its order; of another object none."""
-    return [item for group in getattr(optimizer, "param_groups", ()) for item in group["params"]]
 
 
 def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:

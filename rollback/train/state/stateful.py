@@ -73,8 +73,7 @@ def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
     if not (isinstance(loaded.get("state"), dict) and isinstance(then, dict)):
         return
     numbers = [number for group in loaded.get("param_groups", ()) for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):
+    for number, parameter in zip(numbers, trained_by(optimizer), strict=False):
         if isinstance(live := loaded["state"].get(number), dict):
             live.update(_as_it_was(live, then.get(number), before.get(parameter), parameter))
 
@@ -132,6 +131,11 @@ def _with_strides_of(like: Tensor, value: Tensor) -> Tensor:
     if value.shape != like.shape or value.stride() == like.stride() or is_sharded(value) or is_sharded(like):
         return value
     return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def trained_by(optimizer: object) -> list[nn.Parameter]:
+    """The parameters of an optimizer, in its order; of another object none."""
+    return [item for group in getattr(optimizer, "param_groups", ()) for item in group["params"]]
 
 
 def tensors_of_state(optimizer: object) -> list[Tensor]:

@@ -20,6 +20,7 @@ from rollback.train.guard import Guard
 from rollback.train.introspection import instances, own_variables
 from rollback.train.sharded import FsdpModules
 from rollback.train.start.arguments import check_whole
+from rollback.train.state.stateful import trained_by
 from rollback.train.updates.wrappers import outermost
 from rollback.trainers.adopt.epoch_loop import EpochLoop
 from rollback.trainers.protect import module_of
@@ -194,7 +195,7 @@ def _roots(made: list[Any]) -> list[nn.Module]:
 
 
 def _trained_by(optimizers: list[Optimizer]) -> set[int]:
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {id(item) for optimizer in optimizers for item in trained_by(optimizer)}
 
 
 @dataclass(frozen=True)

@@ -215,10 +215,7 @@ class ScriptVariables:
             restored.missed = False
             self._tell_missed(variable, filename, read)
         if self._progress.guard is not None and self._progress.begins_update:
-            if variable.affects_training:
-                self._tell_lost(name, filename, read)
-            elif not variable.in_place:
-                self._tell_copied(name, filename, read)
+            self._tell_lost(name, filename, read)
         return given
 
     def by_epoch(self, read: ReadVariable, name: str, filename: str, line: int) -> tuple[Any, ...]:
@@ -244,25 +241,20 @@ class ScriptVariables:
         model = self._model
         return model is not None and any(value is item for item in (*model.buffers(), *model.parameters()))
 
-    def _tell_copied(self, name: str, filename: str, read: ReadVariable) -> None:
-        """Tell once of a moving average of the weights, or the like, that is another object in each step: the guard has
-        found the first one alone."""
-        if (filename, name) in self._lost or self._copies is None:
-            return
-        value = value_of(read)
-        if type(value) in (list, tuple, dict) and self._copies.has(value):
-            self._lost.add((filename, name))
-            self._notices.tell_copied(self._known[filename, name][0], filename)
-
     def _tell_lost(self, name: str, filename: str, read: ReadVariable) -> None:
-        """Tell of it once, if it is lost."""
+        """Tell of it once, if it is lost. So is a moving average of the weights, or the like, that is another object in
+        each step: the guard has found the first one alone."""
         if (filename, name) in self._lost:
             return
-        value = value_of(read)
-        if is_lost(value, affects_training=(variable := self._known[filename, name][0]).affects_training):
+        (variable, _), value = self._known[filename, name], value_of(read)
+        if variable.affects_training or not variable.by_batch:
+            if is_lost(value, affects_training=variable.affects_training):
+                self._lost.add((filename, name))
+                if not self._is_models(value):
+                    self._notices.tell_unkept(variable, filename, value)
+        elif not variable.in_place and type(value) in (list, tuple, dict) and self._copies and self._copies.has(value):
             self._lost.add((filename, name))
-            if not self._is_models(value):
-                self._notices.tell_unkept(variable, filename, value)
+            self._notices.tell_copied(variable, filename)
 
 
 def _is_missing(error: Exception, name: str) -> bool:

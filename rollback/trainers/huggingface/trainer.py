@@ -34,6 +34,7 @@ from transformers.training_args import OptimizerNames
 from rollback.errors import UsageError
 from rollback.train.sharded import is_sharded
 from rollback.train.start import attach
+from rollback.train.state.stateful import trained_by
 from rollback.train.updates.optimizer import applies_gradients
 from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
@@ -157,8 +158,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         """At every update while `train` runs. In front of the guard there is none of the model's."""
         if not hasattr(self, "guard"):
             trained = {*map(id, self._trainer.model.parameters())}
-            ours = any(id(item) in trained for group in optimizer.param_groups for item in group["params"])
-            if ours and applies_gradients(optimizer):
+            if any(id(item) in trained for item in trained_by(optimizer)) and applies_gradients(optimizer):
                 self._require_guard()
 
     def _require_guard(self) -> None:

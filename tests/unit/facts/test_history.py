@@ -18,7 +18,6 @@ from rollback.facts.history import (
     fold,
     furthest_of,
     in_durable_ring,
-    merge_windows,
     passed_over_by,
 )
 from rollback.facts.training import (
@@ -373,7 +372,7 @@ windows = st.tuples(st.integers(0, 60), st.integers(0, 10)).map(lambda pair: Win
 
 @given(st.lists(windows, max_size=8))
 def test_merged_windows_hold_the_same_batches_and_neither_touch_nor_overlap(given_windows: list[Window]) -> None:
-    merged = merge_windows(given_windows)
+    merged = Window.merged(given_windows)
     for batch in range(80):
         assert any(batch in window for window in merged) == any(batch in window for window in given_windows)
     assert all(one.last + 1 < other.first for one, other in pairwise(merged))

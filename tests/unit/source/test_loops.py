@@ -304,6 +304,29 @@ for epoch in range(3):
 """
 
 
+BESIDE_AN_AGENT = """class Agent:
+    def update(self, batch):
+        loss(batch).backward()
+class Meter:
+    def update(self, batch):
+        self.seen += len(batch)
+def evaluate(loader, meter):
+    for batch in loader:
+        meter.update(batch)
+def train(loader):
+    agent = Agent()
+    for batch in loader:
+        agent.update(batch)
+"""
+
+
+def test_an_argument_is_no_object_that_trains_where_the_file_shows_one_that_does() -> None:
+    """Only where no loop trains otherwise it may be one."""
+    assert [loop.lineno for loop in ScriptLoops(BESIDE_AN_AGENT).batch_loops] == [12]
+    guessed = BESIDE_AN_AGENT.partition("def train")[0]
+    assert [loop.lineno for loop in ScriptLoops(guessed).batch_loops] == [8]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "gathers"),
     [

@@ -592,9 +592,10 @@ def test_a_plan_for_an_end_that_only_others_have_leaves_what_writes_the_own_one_
     """The next plan may be for that one. Without what is the same on all ranks nobody could read its shards."""
     of_marks = SimpleNamespace(buffers="", free_slots=list)
     own = SimpleNamespace(
-        buffers="", free_slots=list, common_local={"counters": 7}, texts={"draws": "x"}, shared="shared"
-    )
-    plans = [SimpleNamespace(at=at, common_local={}, texts={}, shared=None) for at in (LATER, END)]
+        buffers="", free_slots=list, common_local={"counters": 7}, texts={"draws": "x"}, shared="shared",
+        metrics=lambda judged_ahead: ("its lines",),
+    )  # fmt: skip
+    plans = [SimpleNamespace(at=at, common_local={}, texts={}, shared=None, gone=(1,)) for at in (LATER, END)]
     written: list[Any] = []
 
     def keep(plan: Any, writer: Any, stands: Any) -> str:
@@ -604,11 +605,11 @@ def test_a_plan_for_an_end_that_only_others_have_leaves_what_writes_the_own_one_
         return "kept"
 
     monkeypatch.setattr(exchange_module, "MarksWriter", lambda *given: of_marks)
-    exchange = cast(Exchange, SimpleNamespace(late=False, agree=lambda *given: plans.pop(0), keep=keep))
+    exchange = cast(
+        Exchange, SimpleNamespace(late=False, judged_ahead=None, agree=lambda *given: plans.pop(0), keep=keep)
+    )
     marks = {END: HostMarks([], {}, early=False, early_refuted=None)}
     writers = cast(Mapping[StepEnd, StateWriter], {END: own})
-    _, kept = exchange_module.keep_together(
-        exchange, cast(SlotPaths, None), [0], [1], lambda late: marks, writers=writers
-    )
-    assert (kept, written) == ("kept", [of_marks, own])
+    kept = exchange_module.keep_together(exchange, cast(SlotPaths, None), [0], [1], lambda late: marks, writers=writers)
+    assert (kept, written) == (("kept", ("its lines",), (1,)), [of_marks, own])
     assert (own.common_local, own.texts, own.shared) == ({"counters": 7}, {"draws": "x"}, "shared")
