@@ -44,7 +44,7 @@ def adopt(
         sys.stdout.buffer.write(diff.text.encode(encoding, "replace"))
     variables = loop_variables(ScriptLoops(source.removeprefix("\ufeff")))
     unkept = (variable for variable in variables if variable.name not in diff.keeps)
-    if carried := dict.fromkeys((variable.name, variable.line) for variable in unkept):
+    if carried := dict.fromkeys((variable.shown, variable.line) for variable in unkept):
         names = ", ".join(f"`{name}` (line {line})" for name, line in carried)
         say(
             f"the script hands on from iteration to iteration what a guard does not know: {names}. A resume and a "

@@ -105,7 +105,7 @@ def _step_count(place: int) -> str:
 def _named(variables: list[LoopVariable]) -> dict[str, LoopVariable]:
     """Each by its name and its loop's place among those in the file."""
     loops = list({id(variable.loop): None for variable in variables})
-    return {f"{variable.name} of loop {loops.index(id(variable.loop)) + 1}": variable for variable in variables}
+    return {f"{variable.shown} of loop {loops.index(id(variable.loop)) + 1}": variable for variable in variables}
 
 
 def _ask_for(name: str, variable: LoopVariable, filename: str, blocks: dict[int, list[ast.stmt]]) -> None:

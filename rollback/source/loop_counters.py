@@ -20,7 +20,7 @@ class LoopCounter:
     carries from iteration to iteration, and trains by.
 
     ends: it decides when the loop is left. restored: it is what it was, where `instrumented` has changed this file.
-    counts: whether it counts. loop: whose iterations.
+    counts: whether it counts. trains: whether what is trained depends on it. loop: whose iterations.
     """
 
     name: str
@@ -28,6 +28,7 @@ class LoopCounter:
     ends: bool
     restored: bool = False
     counts: bool = True
+    trains: bool = field(default=False, compare=False)
     loop: Loop | None = field(default=None, compare=False, repr=False)
 
 
@@ -50,10 +51,10 @@ def _carried(loops: ScriptLoops) -> Iterator[LoopCounter]:
         takes = [node for node in ast.walk(loop) if is_call_of(node, "next")]
         taken = {name for call in takes for of in call.args[:1] for name in names_in(of)}
         for name, line in carried.lines.items():
-            trains = loop in loops.training_loops and (name in carried.counts or carried.affects_training(name))
+            counts, trains = name in carried.counts, loop in loops.training_loops and carried.affects_training(name)
             ends = has_part_in(name, deciding)
-            if name not in taken and (trains or ends):
-                yield LoopCounter(name, line, ends, name in own, name in carried.counts, loop)
+            if name not in taken and (trains or ends or (counts and loop in loops.training_loops)):
+                yield LoopCounter(name, line, ends, name in own, counts, trains, loop)
         known, attributes = {id(node) for node in ast.walk(loop)}, {name.rpartition(".")[2] for name in carried.lines}
         for node in loops.reached(loop) if loop in loops.training_loops else ():
             match node:

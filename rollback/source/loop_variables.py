@@ -20,6 +20,7 @@ from rollback.source.syntax import (
     of_scope,
     put_in_list,
     takes_or_names,
+    without_cells,
 )
 
 _LEAVES = ast.Break, ast.Continue, ast.Return
@@ -50,6 +51,11 @@ class LoopVariable:
     in_place: bool
     loop: Loop = field(compare=False, repr=False)
     taking: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def shown(self) -> str:
+        """Its name, for a reader."""
+        return without_cells(self.name)
 
 
 def loop_variables(loops: ScriptLoops) -> list[LoopVariable]:
@@ -249,7 +255,7 @@ def _seeds(loops: ScriptLoops, region: list[ast.AST], loop: Loop) -> Iterator[as
         yield _handed_on(loop.iter)
     for node in region:
         match node:
-            case ast.Call(func=ast.Attribute(attr="backward" | "step" | "zero_grad")):
+            case ast.Call(func=ast.Attribute(attr="backward" | "step" | "zero_grad" | "set_epoch")):
                 yield node
             case ast.Call() if last_name(node) in _TOLD:
                 continue

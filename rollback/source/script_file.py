@@ -209,6 +209,11 @@ class Scopes:
             return self._file if symbol.is_global() else table
         return self._file
 
+    def outer_names(self, function: Function) -> tuple[str, ...]:
+        """The variables of functions around it that a function has."""
+        own = next(reversed(self._chain(function)), None)
+        return own.get_frees() if isinstance(own, symtable.Function) else ()
+
     def declare(self, name: str, function: Function) -> None:
         """Let a function set the variable that a name means there."""
         said = (node.names for node in of_scope(function) if isinstance(node, ast.Global | ast.Nonlocal))

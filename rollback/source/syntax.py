@@ -1,6 +1,7 @@
 """What single nodes of a script's source are, whatever is around them; and the names that a file imports."""
 
 import ast
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import TypeGuard
 
@@ -37,6 +38,16 @@ def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
 def parameters_of(function: Function) -> list[str]:
     """Those that are given by their place."""
     return [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+
+
+def cell_of(function: str, name: str) -> str:
+    """How a script reads and sets a variable that a function has of the one that has returned it."""
+    return f"{function}.__closure__[{function}.__code__.co_freevars.index({name!r})].cell_contents"
+
+
+def without_cells(name: str) -> str:
+    """The same in words: `mean of running`."""
+    return re.sub(r"^(.*)\.__closure__\[.*\.index\('(\w+)'\)\]\.cell_contents", r"\2 of \1", name)
 
 
 def is_marked(method: Function, by: str) -> bool:

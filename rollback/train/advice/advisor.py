@@ -90,6 +90,13 @@ OTHER_UPDATES = AdviceText(
     "nothing counts as done, and nothing is kept. Hand the guard that one as optimizer=; where it is inside of "
     "another, that other one too, by a name of its own",
 )
+UPDATES_BY_ANOTHER = AdviceText(
+    "updates-by-another",
+    "the optimizer that the guard has made its newest step {batches} batches ago, and an optimizer of the kind {kind} "
+    "trains its parameters since: these updates do not count, are not judged, and are lost behind a resume or a "
+    "rollback. Where another optimizer goes on in mid-run, let it do so in a run of its own, which begins with these "
+    "weights: rollback ring export, then rollback launch --init",
+)
 EVALUATED = AdviceText(
     "evaluated-over-guard",
     "batches are taken from the guard where gradients are off, as for an evaluation: each `for batch in guard` is an "
@@ -140,6 +147,9 @@ class Advisor:
         # Others clip by themselves, or need no clipping.
         plain = self._optimizer.__name__ in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
         self._may_want_clipping = plain and any(_is_attention(module) for module in state.model.modules())
+        self._state = state
+        self._most_batches = 0
+        """Of an update."""
         self._count = 0
         """Of updates whose step has ended."""
         self._late = self._carried = self._undivided = self._averaged = 0
@@ -151,6 +161,7 @@ class Advisor:
     def end_step(self, batches: int) -> None:
         """The step of the newest update has ended, and its beat is about to be sent. batches: its number of batches."""
         self._count += 1
+        self._most_batches = max(self._most_batches, batches)
         if not self._count % EVERY:
             self._layers.look(self._updates.gradients)
         if self._count <= _UPDATES:
@@ -185,8 +196,10 @@ class Advisor:
             yield EVALUATED
         if batches == WITHOUT_UPDATE:
             yield NEVER_UPDATED
-        if batches > _OTHER_UPDATES and (kind := self.unkept.in_its_place()) is not None:
-            yield OTHER_UPDATES.of(kind=kind)
+        seldom = batches > max(_OTHER_UPDATES, self._most_batches)
+        if seldom and (kind := self.unkept.in_its_place(batches)) is not None:
+            goes_on = self._state.counters.step > 0
+            yield UPDATES_BY_ANOTHER.of(kind=kind, batches=batches) if goes_on else OTHER_UPDATES.of(kind=kind)
 
     def _of_switches(self) -> Iterator[AdviceText]:
         yield NOT_SWITCHED_AGAIN.of(names=first_few(sorted(self._not_again), _NAMES))

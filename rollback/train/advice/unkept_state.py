@@ -24,7 +24,13 @@ from torch.utils.data import DataLoader
 from rollback.train.advice.carried_tensors import CarriedTensors
 from rollback.train.advice.optimizer_attributes import OptimizerAttributes, tells_itself
 from rollback.train.advice.own_numbers import OwnNumbers
-from rollback.train.advice.script_tensors import copies_of_script, modules_of_script, tensors_of, tensors_of_script
+from rollback.train.advice.script_tensors import (
+    ModelCopies,
+    copies_of_script,
+    modules_of_script,
+    tensors_of,
+    tensors_of_script,
+)
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators
 from rollback.train.introspection import instances
@@ -134,18 +140,20 @@ class _Watched(NamedTuple):
     thing: Callable[[], Any]
     """None: it is gone."""
     then: Mapping[str, object]
+    begins: str
 
     @classmethod
     def of(cls, name: str, thing: Any) -> "_Watched":
         keeps_alive = isinstance(thing, list | tuple | dict)  # of these there are no weak references
-        return cls(name, (lambda: thing) if keeps_alive else weakref.ref(thing), _marks_of(thing))
+        return cls(name, (lambda: thing) if keeps_alive else weakref.ref(thing), _marks_of(thing), _begin_of(thing))
 
-    def written(self) -> list[Tensor]:
-        """Those of its tensors that are others now, or have other values."""
+    def written(self, *, waits: bool) -> list[Tensor]:
+        """Those of its tensors that are others now, or have other values. waits: the device may be waited for."""
         if (thing := self.thing()) is None:
             return []
         tensors = tensors_of(thing)
-        return [tensors[name] for name, mark in _marks_of(thing).items() if mark != self.then.get(name)]
+        found = [tensors[name] for name, mark in _marks_of(thing).items() if mark != self.then.get(name)]
+        return found or ([*tensors.values()][-1:] if waits and self.begins != _begin_of(thing) else [])
 
 
 class UnkeptState:
@@ -160,6 +168,8 @@ class UnkeptState:
         self._state = state
         self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
+        self._newest: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """That of the newest one."""
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         handed = (state.optimizer, *state.objects.values())
         own = (item for item in handed if isinstance(item, Optimizer) and not tells_itself(item))
@@ -170,6 +180,8 @@ class UnkeptState:
         self._handed = handed
         self._copies: list[_Watched] = []
         """Of the model's weights, as of an average; and modules."""
+        self._averages: list[_Watched] = []
+        """Those of them with all that the model has, which the training may follow from a late epoch on."""
         self._tensors: list[_Watched] = []
         """Others."""
         self._carried = CarriedTensors(self._has)
@@ -184,7 +196,11 @@ class UnkeptState:
         copies = copies_of_script(self._state.model, self._handed, variables)
         had = (*self._state.modules.values(), *(value for item in self._handed for value in _attributes(item)))
         modules = modules_of_script(had, variables)
-        self._copies += [_Watched.of(*named) for named in (*copies.items(), *modules.items())]
+        found = [_Watched.of(*named) for named in (*copies.items(), *modules.items())]
+        like_model = ModelCopies(self._state.model)
+        is_average = {name: like_model.has([*module.parameters()]) for name, module in modules.items()}
+        self._copies += found
+        self._averages += [each for each in found if is_average.get(each.name, True)]
         known = {id(item) for held in copies.values() for item in tensors_of(held).values()}
         others = tensors_of_script((name, item) for name, item in variables if id(item) not in known)
         self._tensors += [_Watched.of(*named) for named in others.items()]
@@ -192,6 +208,7 @@ class UnkeptState:
     def stepped(self, optimizer: Optimizer) -> None:
         if optimizer is self._state.optimizer or any(optimizer is item for item in self._state.objects.values()):
             return
+        self._newest[optimizer] = self._state.cursor.batch
         seen = self._seen.setdefault(optimizer, set())
         if len(seen) < _BATCHES:
             seen.add(self._state.cursor.batch)
@@ -213,13 +230,15 @@ class UnkeptState:
             self._numbers.look()
             for advice, names in (
                 (GENERATOR_NOT_KEPT, self._generators_that_drew()),
-                (COPIES_NOT_KEPT, self._lacking(_written(self._copies))),
+                (COPIES_NOT_KEPT, self._lacking(_written(self._copies, waits=True))),
                 (VARIABLES_NOT_KEPT, self._variables_that_lack()),
                 (NUMBERS_NOT_KEPT, self._numbers.of_modules()),
                 (NUMBERS_OF_OBJECTS_NOT_KEPT, self._numbers.of_objects()),
             ):
                 if names:
                     yield advice.of(names=", ".join(names))
+        elif names := self._averages_that_lack():
+            yield COPIES_NOT_KEPT.of(names=", ".join(names))
         if not self._may_have_scheduler and (self._is_scheduled() or self._awaits_plateau):
             yield SCHEDULER_NOT_KEPT
         if len(self._state.optimizer.param_groups) > self._groups:
@@ -246,12 +265,18 @@ class UnkeptState:
         unkept = {name: one for name, one in self._generators.items() if not self._state.kept.has_object(one[0])}
         return [name for name, (thing, then) in unkept.items() if _state_of(thing) != then]
 
+    def _averages_that_lack(self) -> list[str]:
+        """Those that the training begins to write to. Each is told of once."""
+        written = _written(self._averages, waits=False)
+        self._averages = [each for each in self._averages if each.name not in written]
+        return self._lacking(written)
+
     def _variables_that_lack(self) -> list[str]:
         """Also those that have got what they hold only since the guard was made. Copies of weights are told as such."""
         carried = self._carried.changed()
         for name in [each.name for each in self._copies]:
             carried.pop(name, None)
-        return self._lacking(_written(self._tensors) | carried)
+        return self._lacking(_written(self._tensors, waits=True) | carried)
 
     def _has(self, thing: object) -> bool:
         """Whether the guard was handed it."""
@@ -272,13 +297,12 @@ class UnkeptState:
 
         return [name for name, items in written.items() if not all(map(has, items))]
 
-    def in_its_place(self) -> str | None:
-        """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
-        run; None: there is none."""
-        if self._state.counters.step:
-            return None
-        own = {id(item) for item in self._state.trained}
-        return next((type(each).__name__ for each in self._steady if own & {*map(id, trained_by(each))}), None)
+    def in_its_place(self, batches: int) -> str | None:
+        """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in so many
+        batches; None: there is none."""
+        own, first = {id(item) for item in self._state.trained}, self._state.cursor.batch - batches
+        there = (each for each in self._steady if self._newest[each] > first)
+        return next((type(each).__name__ for each in there if own & {*map(id, trained_by(each))}), None)
 
     @functools.cached_property
     def _may_have_scheduler(self) -> bool:
@@ -327,9 +351,9 @@ class UnkeptState:
         return any(value is optimizer for item in others for value in _attributes(item))
 
 
-def _written(watched: Iterable[_Watched]) -> dict[str, list[Tensor]]:
+def _written(watched: Iterable[_Watched], *, waits: bool) -> dict[str, list[Tensor]]:
     """What the script has written to, by name."""
-    return {each.name: items for each in watched if (items := each.written())}
+    return {each.name: items for each in watched if (items := each.written(waits=waits))}
 
 
 def _state_of(generator: Any) -> int:
@@ -337,16 +361,16 @@ def _state_of(generator: Any) -> int:
 
 
 def _marks_of(thing: Any) -> dict[str, object]:
-    """By name. Of a module a write to `item.data` shows in values alone: of these there are a few, of one tensor."""
+    """By name."""
     tensors = tensors_of(thing)
-    marks: dict[str, object] = {
-        name: (id(item), item.is_inference() or item._version, storage_of(item)) for name, item in tensors.items()
-    }
-    if tensors and isinstance(thing, nn.Module):
-        name, last = [*tensors.items()][-1]
-        begins = local_of(last).detach().flatten()[:8].resolve_conj().resolve_neg()
-        marks[name] = marks[name], str(begins.view(torch.uint8).tolist())
-    return marks
+    return {name: (id(item), item.is_inference() or item._version, storage_of(item)) for name, item in tensors.items()}
+
+
+def _begin_of(thing: Any) -> str:
+    """A few values of one tensor of a module: a write to `item.data` shows in values alone."""
+    tensors = [*tensors_of(thing).values()] if isinstance(thing, nn.Module) else []
+    begins = [local_of(last).detach().flatten()[:8].resolve_conj().resolve_neg() for last in tensors[-1:]]
+    return "".join(str(item.view(torch.uint8).tolist()) for item in begins)
 
 
 def _may_schedule(item: object) -> bool:

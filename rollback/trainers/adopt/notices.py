@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rollback.errors import EARLY, RollbackError, UsageError
 from rollback.source.loop_counters import LoopCounter
 from rollback.source.loop_variables import LoopVariable
+from rollback.source.syntax import without_cells
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
@@ -86,28 +87,29 @@ class ScriptNotices:
     def tell_counter(self, where: str, counter: LoopCounter, *, here: bool) -> None:
         """What the script counts or carries beside the guard: said. A training that ends by it, or whose updates depend
         on it, is not exact behind a rollback or a resume. here: whether it is the training that begins."""
-        does = "counts with" if counter.counts else "trains by"
-        does += f" `{counter.name}` by itself ({where}){', and ends its loop by it' if counter.ends else ''}"
-        self._left_behind(does, matters=here and (counter.ends or not counter.counts))
+        does = f"{'counts with' if counter.counts else 'trains by'} `{without_cells(counter.name)}` by itself ({where})"
+        does += ", and ends its loop by it" if counter.ends else ""
+        does += ", and trains by it" if counter.counts and counter.trains else ""
+        self._left_behind(does, matters=here and (counter.ends or counter.trains))
 
     def tell_unkept(self, variable: LoopVariable, filename: str, value: Any) -> None:
         """What the script hands on from iteration to iteration cannot be kept. One rank alone may have such a value."""
         does = "trains by" if variable.affects_training else "carries from epoch to epoch"
         where = f"line {variable.line} of {os.path.basename(filename)}, a {type(value).__name__}"
-        self._left_behind(f"{does} `{variable.name}` ({where})", matters=True)
+        self._left_behind(f"{does} `{variable.shown}` ({where})", matters=True)
 
     def tell_copied(self, variable: LoopVariable, filename: str) -> None:
         """The script has copies of its model's weights in another list or dict in each step."""
         where = f"line {variable.line} of {os.path.basename(filename)}"
         self._left_behind(
-            f"makes its copies of the weights, `{variable.name}` ({where}), anew in each step", matters=True,
+            f"makes its copies of the weights, `{variable.shown}` ({where}), anew in each step", matters=True,
             instead="They are kept where each is changed in place, as by average.lerp_(weight, 0.1)",
         )  # fmt: skip
 
     def tell_missed(self, variable: LoopVariable, filename: str) -> None:
         """What the script carries beside its training is not what it was, and training goes on elsewhere."""
         self._notice(
-            f"`{variable.name}` (line {variable.line} of {os.path.basename(filename)}), by which nothing is trained, "
+            f"`{variable.shown}` (line {variable.line} of {os.path.basename(filename)}), by which nothing is trained, "
             "stays as it is behind a resume and a rollback: of what is only told, checkpoints have single numbers, in "
             "the host's memory and without a graph. A mean that the script tells of this epoch, or a history that it "
             "writes, is not that of the undisturbed run"

@@ -499,6 +499,38 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
     assert sorted(variable.name for variable in loop_variables(ScriptLoops(source))) == ["lam", "self.b"]
 
 
+RUNNING = """
+    def running(momentum):
+        mean, seen, unread = 0, {"n": 0}, []
+        def update(x):
+            nonlocal mean
+            mean += momentum
+            seen["n"] += len(x) + len(unread)
+            return mean
+        return update
+    mean = running(2)
+    def train(loader, mean):
+        for x in loader:
+            f(x, mean(x)).backward()
+    train(loader, mean)
+    other = running(1)
+    last = mean(""), other(""), [cell.cell_contents for cell in mean.__closure__]
+"""
+
+
+def test_so_is_what_a_function_keeps_that_another_one_has_made() -> None:
+    found = loop_variables(ScriptLoops(textwrap.dedent(RUNNING)))
+    assert [(variable.shown, variable.affects_training) for variable in found] == [
+        ("mean of mean", True),
+        ("seen of mean", True),
+    ]
+
+    def by_batch(read: Callable[[], Any], name: str, filename: str, *_: bool) -> list[Any]:
+        return [100] * (read() == 6)
+
+    assert run(RUNNING, loader="abcd", **{BY_BATCH: by_batch})["last"] == (104, 1, [104, 2, {"n": 4}, []])
+
+
 @pytest.mark.parametrize(
     ("definition", "call", "restored"),
     [
@@ -525,6 +557,19 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
 def test_so_is_what_a_function_changes_of_what_it_is_given(definition: str, call: str, restored: list[str]) -> None:
     found = loop_variables(ScriptLoops(f"{definition}\nfor x in loader:\n  {call}\n  o.step()"))
     assert [variable.name for variable in found] == restored
+
+
+@pytest.mark.parametrize(("at_end", "trains"), [("sampler.set_epoch(epoch)", True), ("print(epoch)", False)])
+def test_a_count_of_epochs_beside_the_next_of_a_batch_is_trained_by_where_it_orders_the_data(
+    at_end: str, trains: bool
+) -> None:
+    source = (
+        "epoch, batches = 0, iter(loader)\nfor step in range(9):\n  try: x = next(batches)\n"
+        f"  except StopIteration:\n    epoch += 1\n    {at_end}\n    batches = iter(loader)\n    x = next(batches)\n"
+        "  f(x).backward()\n  o.step()"
+    )
+    found = {each.name: (each.trains, each.restored) for each in loop_counters(ScriptLoops(source))}
+    assert found["epoch"] == (trains, False)
 
 
 def test_an_object_that_has_one_of_its_kind_is_looked_at_once() -> None:

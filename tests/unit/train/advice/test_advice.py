@@ -188,6 +188,32 @@ def test_an_optimizer_that_steps_in_the_place_of_the_guards_is_noticed_soon(tmp_
     assert guarded(tmp_path, 2 * advising._OTHER_UPDATES, observing=1, stepping=False) == ["never-updated"]
 
 
+@pytest.mark.parametrize("between", ["nothing", "the other's updates", "the guard's updates"])
+def test_an_optimizer_that_goes_on_in_the_place_of_the_guards_is_noticed_soon(tmp_path: Path, between: str) -> None:
+    """As where a script changes from Adam to SGD in mid-run. Not one whose updates lie between those of the guard's,
+    nor one that trained before it."""
+    model, often = nn.Linear(2, 1), 2 * advising._OTHER_UPDATES
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=1e-3) for _ in range(2))
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * (3 * often), run=tmp_path, snapshot_every=0,
+        observe_only=True,
+    )  # fmt: skip
+    for number, x in enumerate(guard):
+        loss = model(x).sum()
+        loss.backward()
+        guard.observe(loss)
+        if between == "nothing":
+            (optimizer if number < often else other).step()
+        elif between == "the other's updates":
+            (optimizer if number % often == often - 1 else other).step()
+        elif number < 4 or number % often == often - 1:
+            (other if number < 4 else optimizer).step()
+        optimizer.zero_grad()
+    guard.close()
+    found = codes_in(tmp_path)
+    assert ("updates-by-another" in found) is (between == "nothing"), found
+
+
 def evaluated(folder: Path, *, over_guard: bool, accumulate: int = 1) -> list[str]:
     """Codes of the advice for a script that evaluates after each epoch."""
     torch.manual_seed(0)
@@ -604,6 +630,32 @@ def test_a_module_beside_the_model_that_the_training_writes_to_is_named(
     train(guard, optimizer, lambda x: model(x).sum(), follow)
     named = follows and not handed_over and kind in ("average", "copy", "loss")
     assert codes_in(tmp_path) == ["copies-not-kept"] * named
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+@pytest.mark.parametrize("kind", ["average", "list", "loss"])
+def test_so_is_an_average_that_the_training_writes_to_in_its_late_epochs_alone(
+    tmp_path: Path, kind: str, handed_over: bool
+) -> None:
+    """As stochastic weight averaging does. Of other modules that is no sign: an evaluation may write to them."""
+    model = nn.Linear(2, 1)
+    beside: Any = {
+        "average": lambda: AveragedModel(model), "loss": Centered,
+        "list": lambda: [item.detach().clone() for item in model.parameters()],
+    }[kind]()  # fmt: skip
+    held = SimpleNamespace(held=beside, state_dict=lambda: {"of": beside}, load_state_dict=len)
+    others = {"beside": held if kind == "list" else beside} if handed_over else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 24, run=tmp_path, **others)
+
+    def follow(x: Tensor) -> None:
+        if guard.step >= 20 and kind == "list":
+            beside[0].lerp_(model.weight.detach(), 0.1)
+        elif guard.step >= 20:
+            (beside.update_parameters if kind == "average" else beside.follow)(model)
+
+    train(guard, optimizer, lambda x: model(x).sum(), follow)
+    assert codes_in(tmp_path) == ["copies-not-kept"] * (kind != "loss" and not handed_over)
 
 
 class Cooling(nn.Module):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from rollback.errors import UsageError
+from rollback.source.loop_counters import LoopCounter
 from rollback.trainers.adopt.notices import ScriptNotices
 
 
@@ -43,6 +44,21 @@ def test_a_late_notice_is_only_said(capsys: pytest.CaptureFixture[str], strict: 
     notices.note_inexact("does odd things", step)
     notices.note_inexact("does odd things", step)
     assert capsys.readouterr().err.count("does odd things") == 1
+
+
+@pytest.mark.parametrize(("trains", "strict", "ends"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_a_count_that_is_trained_by_ends_a_strict_script_only(
+    capsys: pytest.CaptureFixture[str], trains: bool, strict: bool, ends: bool
+) -> None:
+    counter = LoopCounter("epoch", 7, ends=False, trains=trains)
+    told = "counts with `epoch` by itself (line 7)" + ", and trains by it" * trains
+    if ends:
+        with pytest.raises(UsageError) as refused:
+            ScriptNotices(strict=strict).tell_counter("line 7", counter, here=True)
+        assert told in refused.value.message
+        return
+    ScriptNotices(strict=strict).tell_counter("line 7", counter, here=True)
+    assert f"{told}: a rollback" in capsys.readouterr().err
 
 
 def test_what_rank_1_notices_rank_0_says_once(
