@@ -5,7 +5,7 @@ down in the environment). The command line wins: at three in the morning the ope
 """
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
@@ -59,6 +59,31 @@ def _named(given: str | os.PathLike[str] | None) -> str | None:
     return None if given is None else str(given)
 
 
+def window_from(text: str) -> Window:
+    """The batches of `A:B`, both included. Raises ValueError."""
+    first, _, last = text.partition(":")
+    try:
+        return Window(first=int(first), last=int(last))
+    except ValueError:
+        form = "FIRST:LAST, both included and below 2**53, as in 120:139"
+        raise ValueError(f"{text!r} is not a range of batches: write {form}") from None
+
+
+def samples_from(text: str) -> SamplesFrom:
+    """The samples of `I,J` or `BATCH:I,J`. Raises ValueError."""
+    batch, _, listed = text.rpartition(":")
+    try:
+        return SamplesFrom(batch=int(batch or 0), samples=tuple(int(sample) for sample in listed.split(",")))
+    except ValueError:
+        form = "data set indices as in 17,402; or BATCH:17,402 to leave them out from that batch on"
+        raise ValueError(f"{text!r} is not a list of samples: write {form}") from None
+
+
+def _read_text(read: Callable[[str], Any]) -> BeforeValidator:
+    """A script may write a setting as on the command line."""
+    return BeforeValidator(lambda given: read(given) if isinstance(given, str) else given)
+
+
 class Settings(BaseModel, frozen=True, extra="forbid"):
     """All settings of a guard, valid together. Steps are optimizer updates; batches are positions in the data
     stream."""
@@ -74,13 +99,13 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     max_undone: int = Field(
         1000, ge=1, description="updates that the answers to one trouble may undo; the run stops before they undo more"
     )
-    max_skipped: str = Field(
+    max_skipped: Annotated[str, BeforeValidator(str)] = Field(
         "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", examples=["5%"],
         json_schema_extra={"metavar": "X%", "bounds": " with X from 0 to 100"},
         description="share of the batches that incidents may cost; where a window would cost more, its updates are "
         "judged one by one, and where that does not help the run stops",
     )  # fmt: skip
-    lr_after: str | None = Field(
+    lr_after: Annotated[str | None, BeforeValidator(lambda given: given if given is None else str(given))] = Field(
         None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", examples=["0.5:200"],
         json_schema_extra={"metavar": "FACTOR:STEPS", "bounds": " with a FACTOR below 1"},
         description="where skipping does not help: replay with the learning rate times FACTOR for STEPS steps, then "
@@ -134,9 +159,12 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         "with checkpoints does not read it",
         json_schema_extra={"metavar": "PATH"},
     )  # fmt: skip
-    skip: tuple[Window, ...] = Field((), description="batches to leave out from the start")
-    skip_samples: tuple[SamplesFrom, ...] = Field(
-        (), description="all data set samples to leave out, from a batch on or (default) from the start",
+    skip: Annotated[tuple[Annotated[Window, _read_text(window_from)], ...], _read_text(lambda text: (text,))] = Field(
+        (), examples=["120:139"], description="batches to leave out from the start"
+    )
+    skip_samples: Annotated[tuple[SamplesFrom, ...], _read_text(lambda text: (samples_from(text),))] = Field(
+        (), examples=["17,402"],
+        description="all data set samples to leave out, from a batch on or (default) from the start",
         json_schema_extra={"metavar": "[BATCH:]I,J"},
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ def _section(title: str, thing: Any) -> str:
 
 
 def _settings() -> str:
-    rows = [f"| `{name}` | {_default(field)} | {field.description} |" for name, field in Settings.model_fields.items()]
+    rows = [f"| `{name}` | {_default(field)} | {_meaning(field)} |" for name, field in Settings.model_fields.items()]
     return "\n".join([
         "### Settings",
         "",
@@ -76,6 +76,11 @@ def _settings() -> str:
         *rows,
         "",
     ])  # fmt: skip
+
+
+def _meaning(field: FieldInfo) -> str:
+    shown = f", such as `{field.examples[0]!r}`" if field.examples and field.examples[0] != field.default else ""
+    return f"{field.description}{shown}"
 
 
 def _default(field: FieldInfo) -> str:

@@ -187,12 +187,11 @@ class Drill:
                 exit_code=ExitCode.USAGE if trial.codes[-1] == ExitCode.USAGE else None,
             )
         if not trial.ends:
-            begun = any(attempt.begins for attempt in trial.attempts)
-            told = f"it ended by itself before update {steps}" if begun else "no rank made a rollback.Guard"
-            raise UsageError(
-                f"there is nothing to drill: {told}",
-                hint=f"a drill needs {FEWEST_STEPS} updates or more of a guarded loop; give the script more to do",
-            )
+            told = f"it ended by itself before update {steps}"
+            hint = f"a drill needs {FEWEST_STEPS} updates or more of a guarded loop; give the script more to do"
+            if not any(attempt.begins for attempt in trial.attempts):
+                told, hint = "no rank made a rollback.Guard", "`rollback adopt` shows how to write one into a script"
+            raise UsageError(f"there is nothing to drill: {told}", hint=hint)
         reached = min(end.step for end in trial.ends)
         if reached < steps:
             raise UsageError(

@@ -30,10 +30,9 @@ _LAUNCHERS = {
 """What starts ranks of its own: of these the supervisor knows none, so it could not tell which died, nor end them."""
 _STARTS_RANKS = (
     "notice: {script}, line {line}, starts ranks by itself, as processes below its own: what they train is not "
-    "protected. Unless they meet over file://, they wait for each other in vain where a rank comes to that line, under "
-    "torchrun too. Instead, --nproc N starts the ranks, and each calls the function "
-    'itself, as in main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])), with MASTER_ADDR and MASTER_PORT as '
-    "they are"
+    "protected. Unless they meet over file://, they wait for each other in vain, under torchrun too. Let --nproc N "
+    'start the ranks instead: each calls the function itself, as in main(int(os.environ["RANK"]), '
+    'int(os.environ["WORLD_SIZE"])), and leaves MASTER_ADDR and MASTER_PORT as they are'
 )
 
 
@@ -90,7 +89,7 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
     is_module = bool(flags.get("module")) and not as_file
     if script in _LAUNCHERS["module" if is_module else "program"] and (is_module or not Path(script).exists()):
         raise UsageError(
-            f"{script} starts processes of its own, in whose place rollback launch stands",
+            f"{script} starts processes of its own, and rollback launch takes its place",
             hint=f"leave {script} and its flags out: rollback launch --nproc N train.py [ARGUMENTS OF train.py]",
         )
     if flags.get("module") and not as_file:

@@ -11,6 +11,7 @@ The order is important in three places:
 import fcntl
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -238,6 +239,9 @@ class HostLaunch:
             yield Leader(self.own, meeting, own_journal.note)
 
 
+_IMPORTS_ROLLBACK = re.compile(rb"^\s*(import|from)\b.*\brollback\b", re.MULTILINE)
+
+
 def _was_adopted(started: AttemptStarted) -> bool:
     if started.flags is not None:
         return "adopt" in started.flags
@@ -250,13 +254,13 @@ def _require_adopted_again(past: EarlierAttempts, options: LaunchOptions) -> Non
     if started is None or options.job.runner or not _was_adopted(started):
         return
     try:
-        mentions = b"rollback" in Path(script).read_bytes()
+        may_have_guard = _IMPORTS_ROLLBACK.search(Path(script).read_bytes())
     except OSError:  # a module, a folder: not looked into
-        mentions = True
-    if not mentions:
+        return
+    if not may_have_guard:
         raise UsageError(
             f"the run in {options.paths.root} was made with --adopt, which this command leaves out: {script} does not "
-            "mention rollback, and would train from its beginning, without protection",
+            "import rollback, and would train from its beginning, without protection",
             hint="add --adopt; or import rollback in the script, where a module of yours makes the guard by now; or "
             "name another run directory with --run DIR",
         )

@@ -204,11 +204,10 @@ class Guard:
         Call it before the loop, once for each name. `first`: the values of a fresh run. A resumed run has the values of
         its checkpoint at once, or these if the checkpoint does not have the name. Returns the one object with all
         values as attributes. Values are numbers, texts, None, and lists, tuples and dicts of these; a tensor of one
-        number becomes that number. An object with `state_dict` and `load_state_dict` is kept too: the guard stores such
-        values from the former, and gives them to the latter after each resume and rollback. So is a random generator
-        of torch, NumPy or Python. Each rank has its own values, so rank 0 may use a name that others do not. Raises
-        UsageError for any other value, and for a name that is already kept; RunDoesNotFit where an object does not load
-        what the checkpoint has by its name.
+        number becomes that number. A random generator of torch, NumPy or Python is kept too, and an object whose
+        `state_dict()` has such values: its `load_state_dict` gets them after each resume and rollback. Each rank has
+        its own values, so rank 0 may use a name that others do not. Raises UsageError for any other value, and for a
+        name that is already kept; RunDoesNotFit where an object does not load what the checkpoint has by its name.
         """
         try:
             return self._loop.state.kept.add(first)
@@ -312,7 +311,7 @@ class Guard:
 
     @property
     def awaits_epoch(self) -> bool:
-        """Whether the pass has no batches because the run, which goes on, stands in the epoch of a later one."""
+        """Whether this pass is empty because the run, which has been resumed, stands in a later epoch."""
         return self._loop.passes.awaits_epoch
 
     @property
@@ -325,8 +324,8 @@ class Guard:
 
     @property
     def script_was_told(self) -> bool:
-        """Whether a stop signal has reached a handler of the script's here, and training is not over: where the script
-        leaves its loop now, that need not be its end."""
+        """Whether a handler of the script's has got a stop signal while training is not over: if the script leaves its
+        loop now, training need not be complete."""
         return self._loop.requests.stop.script_was_told and not self.finished
 
     @property

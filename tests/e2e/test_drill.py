@@ -141,8 +141,9 @@ def test_a_job_that_does_not_run_is_not_drilled(one_rank: Path) -> None:
 def test_a_script_without_a_guard_is_not_drilled(one_rank: Path) -> None:
     plain = one_rank / "plain.py"
     plain.write_text("print('no guard')")
-    with pytest.raises(UsageError, match=r"no rank made a rollback\.Guard"):
+    with pytest.raises(UsageError, match=r"no rank made a rollback\.Guard") as refused:
         drilled(one_rank, ["nan-loss"], job=(str(plain),))
+    assert "`rollback adopt`" in str(refused.value.hint)
 
 
 def test_a_launch_that_is_wrong_is_wrong_as_a_drill_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,28 @@ def test_a_skip_list_of_any_length_is_handed_down() -> None:
 
 
 @pytest.mark.parametrize(
+    ("script", "means"),
+    [
+        ({"skip": "120:139"}, {"skip": [{"first": 120, "last": 139}]}),
+        ({"skip": ["3:3", {"first": 5, "last": 7}]}, {"skip": [{"first": 3, "last": 3}, {"first": 5, "last": 7}]}),
+        ({"skip_samples": "17,402"}, {"skip_samples": [{"samples": [17, 402]}]}),
+        ({"skip_samples": "100:17"}, {"skip_samples": [{"batch": 100, "samples": [17]}]}),
+    ],
+)
+def test_a_script_may_write_what_is_left_out_as_on_the_command_line(
+    script: dict[str, Any], means: dict[str, Any]
+) -> None:
+    assert settings_from(script, {}) == settings_from(means, {})
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"rewind": -1}, "setting rewind"),
+        ({"skip": "9"}, r"^setting skip.0: '9' is not a range of batches: write FIRST:LAST"),
+        ({"skip_samples": "all"}, "^setting skip_samples: 'all' is not a list of samples: write data set indices"),
+        ({"max_skipped": 0.05}, r"^setting max_skipped: '0.05' is not of the form X% .*, such as 5%"),
+        ({"lr_after": 0.5}, r"^setting lr_after: '0.5' is not of the form FACTOR:STEPS .*, such as 0.5:200"),
         ({"keep": 2}, "setting keep"),
         ({"probation": 0}, "setting probation"),
         ({"horizon": "far"}, "setting horizon"),

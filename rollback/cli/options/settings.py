@@ -94,5 +94,5 @@ def _seconds(flag: str, text: str, words: str, hint: str | None) -> float:
         if not 0 < seconds < float("inf"):
             raise ValueError("not positive")
     except ValueError as error:
-        raise UsageError(f"{flag}: {text!r} is neither {words} nor a number of seconds", hint=hint) from error
+        raise UsageError(f"{flag}: {text!r} is neither {words} nor a number of seconds above 0", hint=hint) from error
     return seconds

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from rollback.config import samples_from, window_from
 from rollback.errors import UsageError
 from rollback.facts.fact import SamplesFrom
 from rollback.facts.training import Window
@@ -12,28 +13,18 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 def parse_window(text: str, where: str) -> Window:
     """`A:B`, both included. Raises UsageError naming `where` it stood."""
-    first, separator, last = text.partition(":")
     try:
-        if not separator:
-            raise ValueError("no colon")
-        return Window(first=int(first), last=int(last))
+        return window_from(text)
     except ValueError as error:
-        raise UsageError(
-            f"{where}: {text!r} is not a range of batches",
-            hint="write FIRST:LAST, both included and below 2**53, as in 120:139",
-        ) from error
+        raise UsageError(f"{where}: {error}") from error
 
 
 def parse_samples(text: str) -> SamplesFrom:
     """`I,J` or `BATCH:I,J`. Raises UsageError."""
-    batch, _, listed = text.rpartition(":")
     try:
-        return SamplesFrom(batch=int(batch or 0), samples=tuple(int(sample) for sample in listed.split(",")))
+        return samples_from(text)
     except ValueError as error:
-        raise UsageError(
-            f"--skip-samples: {text!r} is not a list of samples",
-            hint="write data set indices as in 17,402; or BATCH:17,402 to leave them out from that batch on",
-        ) from error
+        raise UsageError(f"--skip-samples: {error}") from error
 
 
 def together(*lists: Sequence[SamplesFrom]) -> list[SamplesFrom]:

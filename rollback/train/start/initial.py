@@ -22,7 +22,7 @@ from rollback.wording import AdviceText
 
 INIT_NOT_READ = AdviceText(
     "init-not-read",
-    "the run has checkpoints and goes on from them: {names}, which `init` names, is read by a run that has none",
+    "the run goes on from its checkpoints: what `init` names ({names}) is not read, since only a new run reads it",
 )
 _T = TypeVar("_T")
 _HINT = "nothing was written; mend the files, or leave `init` out, and run the same command again"

@@ -241,7 +241,7 @@ def test_a_run_that_was_adopted_is_not_gone_on_with_without_it(tmp_path: Path) -
     """The script would begin anew, unprotected, over the files that the run has saved. Asked for no more, a
     complete run is complete."""
     script = tmp_path / "train.py"
-    script.write_text(UNADORNED)
+    script.write_text(f"# Start it by: rollback launch --adopt train.py\n{UNADORNED}")
     assert refused(tmp_path, "--adopt", str(script)).returncode == ExitCode.DONE
     assert "nothing left to do" in refused(tmp_path, str(script)).stdout
     forgotten = refused(tmp_path, "--keep", "7", str(script))
