@@ -10,15 +10,18 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from rollback.errors import EARLY
 from rollback.sentinel import Kind, Verdict
+from rollback.train.advice.carried_gradients import CarriedGradients
 from rollback.train.advice.habits import Habit, Habits
 from rollback.train.advice.layers import EVERY, Layers
 from rollback.train.advice.script_rates import ScriptRates
 from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.comm.beat import Beat
 from rollback.train.state.state import TrainingState
+from rollback.train.updates.backward import choose_telltale
 from rollback.train.updates.optimizer import Updates
 from rollback.wording import AdviceText, first_few
 
@@ -44,10 +47,11 @@ CLIPPED_AFTER_STEP = AdviceText(
 )
 GRADIENTS_CARRIED = AdviceText(
     "gradients-carried",
-    "the gradients of an update are added to those of the next one: nothing sets them to zero in between that torch "
-    "counts (which grad.data.zero_() is not). Checkpoints have none, so a run that goes on or goes back trains on "
-    "without them. Call optimizer.zero_grad() behind each optimizer.step(); what is to be carried on purpose belongs "
-    "into the optimizer, as its momentum",
+    "an update of {names} uses gradients that were there when an earlier step ended: nothing sets them to zero in "
+    "between that torch counts (which grad.data.zero_() is not). Checkpoints have none, so a run that goes on or goes "
+    "back trains on without them. Call zero_grad() in front of an update's first backward. Where one of several "
+    "optimizers gathers them over more batches than the others do, hand that one over as optimizer=. What is to be "
+    "carried on purpose belongs into the optimizer, as its momentum",
 )
 LOSS_NOT_DIVIDED = AdviceText(
     "loss-not-divided",
@@ -141,6 +145,11 @@ class Advisor:
         self.unkept, self._without_grad = unkept, 0
         self._layers, self.rates = Layers(state.model), ScriptRates(state.objects.values())
         self._habits = Habits(updates, state.optimizer, state.objects.get("scaler"), model)
+        self._carried = {"optimizer": CarriedGradients(state.optimizer, updates.telltale, model)}
+        for name, item in state.objects.items():
+            if isinstance(item, Optimizer) and "param_groups" in vars(item):  # a wrapper of one takes no hooks
+                trained = [p for group in item.param_groups for p in group["params"]]
+                self._carried[name] = CarriedGradients(item, choose_telltale(trained))
         self.habit = Habit(0)
         """That of the newest update whose step has ended."""
         self._optimizer = type(state.optimizer)
@@ -152,7 +161,7 @@ class Advisor:
         """Of an update."""
         self._count = 0
         """Of updates whose step has ended."""
-        self._late = self._carried = self._undivided = self._averaged = 0
+        self._late = self._undivided = self._averaged = 0
         self._clipped: list[tuple[float, float] | None] = []
         self._early = True
         self._scaled: deque[tuple[float, float]] = deque(maxlen=_SCALED)
@@ -168,13 +177,14 @@ class Advisor:
             found = self._switches.not_again()
             self._not_again = found if self._count == 1 else self._not_again & found
         self.habit = self._habits.end_step(batches)
+        for each in self._carried.values():
+            each.end_step()
 
     def judge(self, beat: Beat, verdict: Verdict) -> list[AdviceText]:
         """The advice now, on the step that has ended last. The caller gives each advice only once."""
         habit = self.habit
         self._unobserved = self._unobserved + 1 if beat.loss is None else 0
         self._late += bool(habit.late)
-        self._carried += bool(habit.carried)
         return [
             *([NEVER_OBSERVED.of(updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
             *([NO_PROGRESS.of(step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
@@ -182,7 +192,7 @@ class Advisor:
             *(self._of_switches() if self._not_again and self._count >= _UPDATES else ()),
             *(self.unkept.advice() if self._count <= EARLY or not self._count % _SELDOM else ()),
             *([CLIPPED_AFTER_STEP] if self._late >= _UPDATES else ()),
-            *([GRADIENTS_CARRIED] if self._carried >= _UPDATES else ()),
+            *([GRADIENTS_CARRIED.of(names=names)] if (names := self._carrying()) else ()),
             *(self._of_accumulation(habit, beat) if habit.batches > 1 else ()),
             *self._of_clipping(habit, beat),
             *(self._of_spikes(habit, verdict) if self._may_want_clipping else ()),
@@ -200,6 +210,10 @@ class Advisor:
         if seldom and (kind := self.unkept.in_its_place(batches)) is not None:
             goes_on = self._state.counters.step > 0
             yield UPDATES_BY_ANOTHER.of(kind=kind, batches=batches) if goes_on else OTHER_UPDATES.of(kind=kind)
+
+    def _carrying(self) -> str:
+        """The optimizers whose updates use gradients of an earlier step."""
+        return " and ".join(name for name, each in self._carried.items() if each.updates >= _UPDATES)
 
     def _of_switches(self) -> Iterator[AdviceText]:
         yield NOT_SWITCHED_AGAIN.of(names=first_few(sorted(self._not_again), _NAMES))

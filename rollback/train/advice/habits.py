@@ -30,8 +30,6 @@ class Habit(NamedTuple):
     """Whether it did so, if it did, while the gradient scaler's factor was still in them."""
     late: bool | None = None
     """Whether it made them smaller after the step that used them."""
-    carried: bool = False
-    """Whether the gradients were added to those of the update before, as far as is known."""
     undivided: bool | None = None
     """Whether no batch's loss was divided, in a real accumulation."""
     always_averaged: bool | None = None
@@ -45,12 +43,6 @@ class _Noticed:
     while_scaled: bool | None = None
     unscaled: bool = False
     stepped: tuple[Tensor, int, Tensor] | None = None
-    added_to: Tensor | None = None
-    """The norm of the gradient of the step before, where the last backward has added to that."""
-    carried: Tensor | None = None
-    """The same of the last backward in front of the step."""
-    found: tuple[Tensor, ...] = ()
-    """Of a sharded telltale: whether each backward found a gradient there that was not zero."""
     last: tuple[int, int] | None = None
     additions: int = 0
     """Backwards that added to the gradients of the one before."""
@@ -70,9 +62,6 @@ class Habits:
         self._thread = threading.get_ident()
         self._looks = self._late_looks = _SAMPLED
         self._now = _Noticed()
-        self._used: tuple[Tensor, int, Tensor] | None = None
-        """The gradient of the last step, the version that it has if since then backwards alone wrote to it, and its
-        norm then: some steps set it to zero themselves."""
         self._hook: Any = None
         self._watch: BackwardWatch | None = None
         self._averages = False
@@ -80,7 +69,7 @@ class Habits:
         updates.on_forget.append(self._forget)
         if telltale is None:
             return
-        self._watch = BackwardWatch(model, telltale, self._accumulated, self._before_backward)
+        self._watch = BackwardWatch(model, telltale, self._accumulated)
         self._hook = optimizer.register_step_post_hook(weak_hook(self._after_step))
         ddp = ddp_inside(model)
         if ddp is not None and ddp.process_group.size() > 1:  # one rank alone exchanges nothing
@@ -108,7 +97,7 @@ class Habits:
         self._looks -= bool(now.undivided)
         if self._late_looks == 0 and self._hook is not None:
             self._hook.remove()
-            self._hook = self._used = None
+            self._hook = None
         if self._late_looks == self._looks == 0 and not self._averages and self._watch is not None:
             self._watch.remove()  # nothing of what it notices is asked any more
             self._watch = None
@@ -117,7 +106,6 @@ class Habits:
             written=now.written,
             while_scaled=now.while_scaled,
             late=_was_late(*now.stepped) if now.stepped is not None else None,
-            carried=bool(torch.stack(now.found).all()) if now.found else bool(now.carried),
             undivided=all(now.undivided) if accumulated and len(now.undivided) >= batches else None,
             always_averaged=now.unaveraged == 0 if accumulated and now.averaged >= batches else None,
         )
@@ -128,11 +116,6 @@ class Habits:
         now.stepped = None
         if gradient is not None:
             version = storage_version(gradient)
-            if self._used is not None and not is_sharded(gradient):
-                used, count, norm = self._used
-                count += 1
-                self._used = used, count, norm
-                now.added_to = norm if version == (storage_version(used)[0], count) else None
             if now.last is not None:
                 now.additions += version[0] == now.last[0] and version[1] > now.last[1]
             now.last = version
@@ -144,24 +127,12 @@ class Habits:
             now.undivided += (undivided,)
 
     @torch.no_grad()
-    def _before_backward(self) -> None:
-        """A backward of a sharded model begins. Versions do not tell whether the gradient was set to zero: torch counts
-        no write to many sharded tensors at once, and how FSDP2's addition counts depends on whose memory they share."""
-        if self._used is not None and self._telltale is not None:
-            gradient = self._gradient()
-            none = local_of(self._telltale).new_zeros((), dtype=torch.bool)
-            self._now.found += (none if gradient is None else local_of(gradient).any(),)
-
-    @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         gradient = self._gradient()
         if gradient is not None and self._late_looks > 0:
             self._late_looks -= 1
-            # Not sooner: behind a step another loss may add to them, as a generator's to those of its discriminator.
-            self._now.carried = self._now.added_to
             # The tensor is small enough to keep: zero_grad usually frees the gradients before we look.
             self._now.stepped = gradient, version_of(gradient), torch.linalg.vector_norm(local_of(gradient))
-            self._used = self._now.stepped
 
     def _gradient(self) -> Tensor | None:
         """The telltale's, if there is one and it is dense."""

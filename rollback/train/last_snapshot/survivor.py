@@ -118,6 +118,9 @@ class LastSnapshot:
         if self._unseen.found:
             self._stop("within a step the script writes to weights through `.data` or the like, which torch counts not")
             return
+        if self._snapshots.drifted:
+            self._stop("the ranks no longer have the same state")
+            return
         local, end = self._small_state.local(), self._end_of(self._state.counters.step)
         by_digest = self._unseen.looking or self._state.cursor.at_end
         digest = digest_of_large_state(self._state) if by_digest else None

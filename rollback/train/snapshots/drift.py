@@ -25,8 +25,10 @@ REPLICAS_DIFFER = AdviceText(
     "command again: all ranks then go on from the last checkpoint, where they agreed. If the same rank is named again, "
     "suspect its machine; if the script changes parameters outside of DDP, or objects that it has handed over, it must "
     "do so alike on all ranks ({guard.keep} keeps what is to be another on each), and step a ReduceLROnPlateau by the "
-    "same number (in Lightning: sync_dist=True). An optimizer or object of your own that keeps something for each "
-    "rank's part of a sharded parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them",
+    "same number (in Lightning: sync_dist=True). Of layers that were frozen when DDP was made, and that the script has "
+    "unfrozen since, DDP averages no gradients: freeze them behind it, with find_unused_parameters=True. An optimizer "
+    "or object of your own that keeps something for each rank's part of a sharded parameter must keep it in DTensors, "
+    "as torch.zeros_like(parameter) makes them",
 )
 _OWN = (
     "Where each rank has layers or parts of its own (a pipeline, experts, tensor parallelism behind DDP), the guard "

@@ -76,6 +76,8 @@ class Snapshots:
         self.mode: CaptureMode = "at_once"
         self.unsure = False
         self.stalled = 0.0
+        self.drifted = False
+        """Whether a snapshot has found that the ranks no longer have the same state; alike on all ranks."""
         self._paths = paths
         self._ranks = ranks
         self._finite = finite
@@ -268,6 +270,7 @@ class Snapshots:
         assert flight is not None
         self.fence()
         self.in_flight = None
+        self.drifted |= bool(drifted)
         name = flight.manifest.name
         flight.move(SnapshotEvent.ALL_COMMITTED if fault is None else SnapshotEvent.REFUSED)
         if fault is None and flight.job is not None:

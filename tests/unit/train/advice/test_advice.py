@@ -284,6 +284,7 @@ def handed(folder: Path, *names: str, shares: bool = True, moments: int = 0) -> 
             torch.optim.Adam(critic.parameters()).step()
         optimizer.step()
         optimizer.zero_grad()
+        second.zero_grad()
         scheduler.step()
         guard.observe(loss)
     guard.close()
@@ -1009,6 +1010,50 @@ def test_so_it_is_with_sharded_layers_of_one_parameter_or_two_and_with_zeros_tha
     script = Script(tmp_path, plain, update, optimizer=partial(torch.optim.SGD, foreach=foreach), bias=bias)
     with one_rank():
         assert replace(script, sharded=True).codes() == ["gradients-carried"] * carried
+
+
+ADVERSARIAL = {
+    "the critic's never": ("", "critic_optimizer"),
+    "the critic's behind its update": ("critic behind", None),
+    "the critic's in front of its turn": ("critic in front", None),
+    "the critic's, which is updated now and then": ("critic now and then", "critic_optimizer"),
+    "the generator's, to which the critic's turn adds": ("critic in front, through", "optimizer"),
+    "all in front": ("critic in front, through, generator in front", None),
+}
+"""How a script of two optimizers sets gradients to zero, and whose are found to be carried."""
+
+
+@pytest.mark.parametrize("how", ADVERSARIAL)
+def test_gradients_that_another_loss_has_left_are_noticed_of_each_optimizer(tmp_path: Path, how: str) -> None:
+    zeroed, whose = ADVERSARIAL[how]
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer, critics = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (generator, critic))
+    guard = rollback.Guard(
+        model=generator, optimizer=optimizer, loader=[torch.ones(2, 4)] * 18, critic=critic, critic_optimizer=critics,
+        run=tmp_path, snapshot_every=0, observe_only=True,
+    )  # fmt: skip
+    for number, x in enumerate(guard):
+        if "generator in front" in zeroed:
+            optimizer.zero_grad()
+        loss = critic(generator(x)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if "critic in front" in zeroed:
+            critics.zero_grad()
+        made = generator(x)
+        (critic(x) - critic(made if "through" in zeroed else made.detach())).mean().backward()
+        if "now and then" not in zeroed or number % 3 == 2:
+            critics.step()
+            if "now and then" in zeroed:
+                critics.zero_grad()
+        if "critic behind" in zeroed:
+            critics.zero_grad()
+        guard.observe(loss)
+    guard.close()
+    assert codes_in(tmp_path) == ["gradients-carried"] * (whose is not None)
+    assert all(f"an update of {whose} uses" in fact.text for fact in facts_of(tmp_path, Advice))
 
 
 # --- clipped while scaled ---------------------------------------------------------------------------------------------

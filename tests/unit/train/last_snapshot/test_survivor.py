@@ -511,6 +511,16 @@ def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other
     assert (account.checkpoint is None) == differs
 
 
+def test_once_the_ranks_have_been_found_to_differ_no_state_of_one_of_them_is_kept(tmp_path: Path, memory: Path) -> None:
+    def drift(guard: rollback.Guard | None, position: int) -> None:
+        if position == AT - 1 and guard is not None:
+            guard._loop.checkpoints.snapshots.drifted = True
+
+    assert not kept(tmp_path / "run", memory, keep, at_each=drift)
+    (fact,) = facts(tmp_path / "run", NoLastSnapshot)
+    assert fact.reason == "the ranks no longer have the same state"
+
+
 def test_what_a_script_did_to_moments_before_its_update_is_not_kept(tmp_path: Path, memory: Path) -> None:
     """As one that makes momentum smaller at the beginning of its loop: it does so once more where it goes on."""
 

@@ -298,6 +298,7 @@ def test_a_bit_that_differs_is_found_whichever_rank_stores_the_parameter(
     landing = replicas.land()
     assert not landing.committed
     assert landing.drifted == (0, 1), "of two, none is the majority"
+    assert all(one.drifted for one in replicas.ranks)
 
 
 def test_a_parameter_that_another_rank_stores_must_not_move_before_it_is_digested(replicas: Replicas) -> None:
