@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from rollback.errors import RollbackError, UsageError
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
+from rollback.train.introspection import is_of_own_file
 from rollback.train.run import has_been_here, supervised
 from rollback.train.start import attach
 from rollback.train.start.arguments import check_run
@@ -156,3 +157,10 @@ def replaced(owner: Any, **instead: Any) -> Iterator[None]:
 def named(name: str, items: Iterable[Any]) -> dict[str, Any]:
     """Each by the name that a guard keeps it by: `scheduler`, `scheduler_2`."""
     return {f"{name}_{number}" if number > 1 else name: item for number, item in enumerate(items, 1)}
+
+
+def attributes_of(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
+    """What those of the script's own classes hold, by name, for advice: callbacks without a state, of which nothing
+    comes back. They may be in no variable of the script's, and make an average when training begins."""
+    own = [item for item in callbacks if is_of_own_file(type(item))]
+    return [(f"{type(item).__name__}.{name}", held) for item in own for name, held in vars(item).items()]

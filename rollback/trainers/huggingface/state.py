@@ -159,6 +159,9 @@ class LoopState:
             known = self._first[id(item)] = copy.deepcopy(item.state().get("args", {}))
         return known
 
+    def stateless_callbacks(self) -> list[Any]:
+        return [item for item in self._trainer.callback_handler.callbacks if not isinstance(item, ExportableState)]
+
     def _exportable(self) -> list[Any]:
         return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
 

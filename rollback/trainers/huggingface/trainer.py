@@ -38,7 +38,7 @@ from rollback.train.state.stateful import trained_by
 from rollback.train.updates.optimizer import applies_gradients
 from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_trainer import GuardedTrainer, refusing, replaced, require_none_of
+from rollback.trainers.guarded_trainer import GuardedTrainer, attributes_of, refusing, replaced, require_none_of
 from rollback.trainers.huggingface.saves import FolderSaves
 from rollback.trainers.huggingface.state import ChangedArguments, LoopState
 from rollback.trainers.huggingface.trl import (
@@ -212,6 +212,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
             trainer_counts=state.counts, trainer=state, trainer_logs=state.logs, trainer_evaluated=self._evaluated,
             trainer_arguments=ChangedArguments(trainer),
         )  # fmt: skip
+        self.guard.watch(attributes_of(self._state.stateless_callbacks()))
         self._has_moved()  # a resume has
         if self._state.stopped_early:
             self._end_again(**given)

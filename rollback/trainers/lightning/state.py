@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from rollback.errors import UsageError
-from rollback.train.introspection import is_of_own_file
 from rollback.train.state.kept_values import SharedText
 from rollback.train.state.module_buffers import KEPT_ELSEWHERE
 from rollback.trainers.lightning.logged_rows import LoggedRows
@@ -362,9 +361,3 @@ def _unpacked(value: Any, device: torch.device | None = None) -> Any:
         return {key: _unpacked(item, device) for key, item in value["dict"].items()}
     dtype = getattr(torch, value["dtype"])
     return torch.tensor(value["tensor"], dtype=dtype, device=device).reshape(value["shape"])
-
-
-def attributes_of_callbacks(trainer: Any) -> list[tuple[str, Any]]:
-    """Of the script's own that have no state: what they keep comes back by nothing."""
-    own = [item for item in trainer.callbacks if is_of_own_file(type(item)) and not item.state_dict()]
-    return [(f"{type(item).__name__}.{name}", held) for item in own for name, held in vars(item).items()]

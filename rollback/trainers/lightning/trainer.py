@@ -29,9 +29,9 @@ from rollback.environment import ENV_ATTEMPT
 from rollback.errors import UsageError
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_trainer import GuardedTrainer, named, refusing, replaced
+from rollback.trainers.guarded_trainer import GuardedTrainer, attributes_of, named, refusing, replaced
 from rollback.trainers.lightning.limited_loader import limited_loader
-from rollback.trainers.lightning.state import FitState, attributes_of_callbacks, is_of
+from rollback.trainers.lightning.state import FitState, is_of
 from rollback.trainers.lightning.unsupported import refuse_unknown_callbacks, require_known, require_known_module
 from rollback.trainers.saved_files import SavedFiles
 
@@ -174,7 +174,7 @@ class _GuardedFit(GuardedTrainer):
             self._make_guard()
         loop.on_run_start()
         self._state.begin()
-        self.guard.watch(attributes_of_callbacks(self._trainer))
+        self.guard.watch(attributes_of(item for item in self._trainer.callbacks if not item.state_dict()))
         was_stopped, goes_on = self._was_stopped(), self._state.asked_for_more
         if was_stopped:
             loop.on_advance_start()
