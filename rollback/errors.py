@@ -68,11 +68,16 @@ def message_of(error: Exception) -> str:
 
 
 @contextmanager
-def reporting(kind: type[RollbackError], doing: str, hint: str | None = None) -> Iterator[None]:
-    """What the system refuses within (OSError) is raised as an error for the reader: `DOING: reason`."""
+def reporting(
+    kind: type[RollbackError], doing: str, hint: str | None = None, *, if_forbidden: str | None = None
+) -> Iterator[None]:
+    """What the system refuses within (OSError) is raised as an error for the reader: `DOING: reason`.
+
+    if_forbidden: the hint where this user lacks a permission."""
     try:
         yield
     except OSError as error:
+        hint = if_forbidden or hint if isinstance(error, PermissionError) else hint
         raise kind(f"{doing}: {error.strerror or error}", hint=hint) from error
 
 

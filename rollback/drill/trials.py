@@ -111,15 +111,16 @@ class DrillStage:
         command = [*self._program, "launch", "--run", str(run), *self._flags, *flags, *self._job]
         environment = {**os.environ, ENV_DRILL: str(folder.root.absolute()), "NO_COLOR": "1"}
         began, codes = time.monotonic(), []
-        while True:
-            code = _run(command, environment, output, limit)
-            codes.append(code if code is not None else -1)
-            if code != ExitCode.RESUMABLE or len(codes) == 2:
-                break
-        seconds = time.monotonic() - began
-        trial = _gather(name, exercise, folder, tuple(codes), seconds, overdue=code is None)
-        _remove_checkpoints(RunPaths(run))
-        return trial
+        try:
+            while True:
+                code = _run(command, environment, output, limit)
+                codes.append(code if code is not None else -1)
+                if code != ExitCode.RESUMABLE or len(codes) == 2:
+                    break
+            seconds = time.monotonic() - began
+            return _gather(name, exercise, folder, tuple(codes), seconds, overdue=code is None)
+        finally:
+            _remove_checkpoints(RunPaths(run))
 
 
 def _remove_checkpoints(run: RunPaths) -> None:

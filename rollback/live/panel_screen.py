@@ -13,7 +13,7 @@ from rich.text import Text
 from rollback.live.screen import Screen
 from rollback.live.view import EVERY, View
 from rollback.supervisor.torchrun.output import Stream
-from rollback.terminal.canvas import Canvas
+from rollback.terminal.canvas import Canvas, cursor_at_suspension
 from rollback.terminal.messages import printable
 
 # What a terminal takes for commands. Colours (m) are kept, everything else a script may send would tear the panel.
@@ -37,7 +37,16 @@ class PanelScreen(Screen):
         decoder = codecs.getincrementaldecoder("utf-8")  # what a pipe gives may end within a character
         self._decoders = {stream: decoder("replace") for stream in self._unfinished}
         self._canvas = Canvas(console)
+        self._suspension = cursor_at_suspension(console)
         self._broken = False
+
+    def __enter__(self) -> Screen:
+        self._suspension.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        self._suspension.__exit__(None, None, None)
 
     def _run(self) -> None:
         self._guarded(self._canvas.start)

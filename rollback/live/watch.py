@@ -14,7 +14,7 @@ from rich.console import Console
 from rollback.inspect.status.report import RunStatus
 from rollback.live.fact_lines import line_of
 from rollback.live.view import EVERY, View
-from rollback.terminal.canvas import Canvas
+from rollback.terminal.canvas import Canvas, cursor_at_suspension
 from rollback.terminal.escape import quoted
 from rollback.terminal.quantities import duration, number
 from rollback.wording import counted
@@ -30,6 +30,7 @@ def watch_panel(root: Path, console: Console) -> RunStatus | None:
     Raises as `read_status` where the first look fails; what goes wrong later may pass."""
     view, canvas = View(root), Canvas(console)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        stack.enter_context(cursor_at_suspension(console))
         pressed = stack.enter_context(_keys())
         canvas.start()
         stack.callback(canvas.stop)

@@ -1,15 +1,17 @@
-"""Identity of processes, and whether children may be waited for. All comparisons of processes are made here.
+"""Identity of processes, and what ours hears: that a child has ended, or that it is told to end.
 
-The kernel reuses pids, so a process is identified by its pid and its start time. The start time is compared in the
-kernel's own units: ticks since the machine was booted (`/proc/PID/stat`, field 22), together with the boot. A time of
-day would depend on the time of boot, which the kernel computes back from the wall clock: when that clock is corrected
-by a second, every process would seem to be another one.
+All comparisons of processes are made here. The kernel reuses pids, so a process is identified by its pid and its start
+time. The start time is compared in the kernel's own units: ticks since the machine was booted (`/proc/PID/stat`, field
+22), together with the boot. A time of day would depend on the time of boot, which the kernel computes back from the
+wall clock: when that clock is corrected by a second, every process would seem to be another one.
 """
 
 import functools
 import signal
 import socket
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 Alive = Literal["yes", "no", "unknown"]
@@ -24,6 +26,21 @@ def be_told_of_children() -> None:
     then keeps none, and `Popen` takes every failure for status 0.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def clean_up_when_told_to_end() -> None:
+    """From now on SIGTERM and SIGHUP raise SystemExit in the main thread, as Ctrl-C raises KeyboardInterrupt: a command
+    may have a child that trains, or a file of many gigabytes under a name for the time being. Main thread.
+
+    The exit code is a shell's for the signal, 128 and its number. Whoever ignores one (nohup) goes on doing so.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    for told in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(told) is signal.SIG_DFL:
+            signal.signal(told, leave)
 
 
 def start_of(pid: int) -> str | None:

@@ -1,10 +1,17 @@
 """The part of a terminal that is drawn anew, below what was printed; also when the terminal is resized."""
 
+import contextlib
 import math
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
+
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Canvas:
@@ -41,3 +48,25 @@ class Canvas:
         if rows > len(self._widths):
             self.console.file.write(f"\r\x1b[{rows - 1}A\x1b[J" + "\n" * (len(self._widths) - 1))
             self._widths = [min(each, width) for each in self._widths]
+
+
+@contextlib.contextmanager
+def cursor_at_suspension(console: Console) -> Iterator[None]:
+    """To be entered by the main thread while a canvas is drawn, which hides the cursor: Ctrl-Z shows it, since the
+    shell's prompt would have none. Whoever handles or ignores SIGTSTP already is left to it."""
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            os.write(console.file.fileno(), _SHOW_CURSOR)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, suspend)
+
+    ours = signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTSTP, suspend)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)

@@ -30,6 +30,10 @@ NODES_IN_WORDS = (
 )
 _SHOWN = 3  # names
 _Line = TypeVar("_Line")
+_CLOSED = (
+    "give the command as the user that runs the job: others may not read a run, unless it was started with a umask "
+    "that lets their group write, such as 007"
+)
 _NO_URL = ". What is at a URL `rollback ring list` shows; a run that goes on from it has a run directory of its own"
 
 
@@ -37,7 +41,7 @@ def require_run_directory(root: Path) -> RunPaths:
     """Paths of a run directory. Raises UsageError where it is missing, RunDirectoryError where it holds no run, and
     RunDoesNotFit where another version of rollback wrote it: what that one records would be passed over in silence."""
     paths = RunPaths(root)
-    with reporting(RunDirectoryError, f"opening the run directory {root}"):
+    with reporting(RunDirectoryError, f"opening the run directory {root}", if_forbidden=_CLOSED):
         if not root.exists():
             raise UsageError(
                 f"there is no run directory {root}",

@@ -105,7 +105,7 @@ class FirstCause:
     """The ranks whose failure is a consequence."""
     host: str | None = None
     alike: tuple[int, ...] = ()
-    """The ranks that raised the same exception by themselves."""
+    """The ranks that raised the same exception, or ended by the same signal or status, by themselves."""
     noticed_by: int | None = None
     """The rank whose failure the text tells, where it has only noticed that of another one."""
     data_end_apart: bool = False
@@ -205,11 +205,12 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
     if not classed:
         return FirstCause("launcher", _of_torchrun(evidence))
     why, first = classed[0]
-    alike = [end for _, end in classed[1:] if why == "exception" and _same_exception(end, first)]
+    alike = [end for other, end in classed[1:] if other == why and _ended_alike(why, end, first)]
     others = [end for _, end in classed[1:] if end not in alike]
     text = _describe(why, first)
     if alike:
-        text += f"; {ranks_in_words(sorted(end.rank for end in alike), _NAMED)} raised the same"
+        how = "raised the same" if why == "exception" else "in the same way"
+        text += f"; {ranks_in_words(sorted(end.rank for end in alike), _NAMED)} {how}"
     if others:
         text += f"; then {ranks_in_words(sorted(end.rank for end in others), _NAMED)} failed too"
     text += (apart := _data_end_apart(ends) if why in (*NOTICED, "aborted") else "")
@@ -259,8 +260,12 @@ def _data_end_apart(ends: Sequence[RankEnd]) -> str:
     )
 
 
-def _same_exception(end: RankEnd, other: RankEnd) -> bool:
-    return end.record is not None and other.record is not None and end.record.fingerprint == other.record.fingerprint
+def _ended_alike(why: Why, end: RankEnd, other: RankEnd) -> bool:
+    """Whether two ranks of one class have failed each by itself: what killed the one has killed the other."""
+    if end.record is None or other.record is None:
+        alone = why in ("signal", "oom_kill", "exit") and end.record is other.record
+        return alone and (end.exitcode, end.message) == (other.exitcode, other.message)
+    return why == "exception" and end.record.fingerprint == other.record.fingerprint
 
 
 def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]], ends: Sequence[RankEnd]) -> FirstCause:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
@@ -11,11 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+from waiting import LIMIT, wait_for
 
 from recorded_run import RecordedRun, incident, rollback_plan
 from rollback.cli import app
@@ -310,6 +313,38 @@ def test_a_disk_that_is_full_before_a_run_begins_ends_the_drill_in_words(tmp_pat
     assert f"preparing a run of the drill in {tmp_path}/scratch/rehearsal: File too large" in done.stderr
     assert "--scratch DIR" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LAUNCH = """
+import pathlib, sys, time
+run = pathlib.Path(sys.argv[sys.argv.index("--run") + 1])
+(run / "ring").mkdir(parents=True)
+time.sleep(300)
+"""
+DRILL = f"""
+import sys
+from pathlib import Path
+from rollback import cli
+from rollback.drill.trials import DrillStage
+from rollback.rundir.exercise import Exercise
+
+stage = DrillStage(Path(sys.argv[1]), [], [], ["-c", {LAUNCH!r}])
+cli.app = lambda: stage.perform("one", Exercise(run="", steps=9), limit=300.0)
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_drill_that_is_told_to_end_takes_its_run_and_the_checkpoints_along(
+    tmp_path: Path, told: signal.Signals
+) -> None:
+    drill = subprocess.Popen([sys.executable, "-c", DRILL, str(tmp_path)], stderr=subprocess.DEVNULL)
+    wait_for((tmp_path / "one" / "run" / "ring").is_dir)
+    (launch,) = psutil.Process(drill.pid).children()
+    drill.send_signal(told)
+    assert drill.wait(LIMIT) == (-told if told == signal.SIGINT else 128 + told)
+    launch.wait(LIMIT)
+    assert not (tmp_path / "one" / "run" / "ring").exists()
 
 
 @given(st.floats(0, 1e6))

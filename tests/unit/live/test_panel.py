@@ -6,6 +6,7 @@ import os
 import pty
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -325,6 +326,9 @@ def test_facts_become_lines_and_a_watch_in_lines_ends_with_the_run(
 # On a terminal --------------------------------------------------------------------------------------------------------
 
 
+HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"  # the cursor
+
+
 def read_until(descriptor: int, condition: Callable[[bytes], bool]) -> bytes:
     seen, deadline = b"", time.monotonic() + LIMIT
     while not condition(seen):
@@ -353,6 +357,30 @@ def test_watching_on_a_terminal_ends_with_q_and_leaves_the_terminal_as_it_was(ru
     os.close(terminal)
 
 
+def test_ctrl_z_gives_the_shell_its_cursor_and_watching_goes_on_behind_it(run: RecordedRun) -> None:
+    terminal, ours = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "PYTHONUTF8": "1"}
+    environment.pop("NO_COLOR", None)
+    # As a shell does: a group of its own, which is no orphan of its session.
+    program = "import os; os.setpgrp(); from rollback.cli import main; main()"
+    command = [sys.executable, "-c", program, "status", str(run.paths.root), "--watch"]
+    watch = subprocess.Popen(command, stdin=ours, stdout=ours, stderr=ours, env=environment)
+    seen = read_until(terminal, lambda seen: b"steps ago" in seen and b"training" in seen)
+    assert seen.rfind(HIDDEN) > seen.rfind(SHOWN)
+    watch.send_signal(signal.SIGTSTP)
+    _, status = os.waitpid(watch.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), status
+    os.set_blocking(terminal, False)
+    assert SHOWN in read_until(terminal, lambda _: False), "what it has written by then"
+    os.set_blocking(terminal, True)
+    watch.send_signal(signal.SIGCONT)
+    read_until(terminal, lambda seen: b"training" in seen)
+    os.write(terminal, b"q")
+    assert watch.wait(LIMIT) == 0
+    os.close(ours)
+    os.close(terminal)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -370,6 +398,12 @@ def test_what_is_printed_stands_above_the_panel(run: RecordedRun, monkeypatch: p
     assert shown.index("first line") < shown.index("second ½ half") < shown.rindex("╭")
     assert "rollback: said" in shown
     assert "2 good, 1 on probation" in shown
+
+
+def test_the_panel_of_a_launch_answers_ctrl_z_as_long_as_it_is_there(run: RecordedRun) -> None:
+    with PanelScreen(line_for, run.paths.root, Console(file=Terminal(), width=80)):
+        assert signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
 
 
 def test_a_terminal_that_breaks_costs_the_panel_and_nothing_else(

@@ -1,5 +1,6 @@
 """The status: alive or not, where the run stands, and how fast, without touching it."""
 
+import errno
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from vouched import kinds_parsed
 
 from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
+from rollback.errors import ExitCode, RunDirectoryError
 from rollback.facts.training import (
     AttemptEnded,
     AttemptStarted,
@@ -197,6 +199,17 @@ def test_a_holder_without_ranks_is_starting_and_one_that_was_killed_is_not(run: 
     run.paths.holder.write_text(json.dumps({**said, "start": "1@another boot"}))
     assert status_of(run).state == "died"
     lock.release()
+
+
+def test_a_run_of_another_user_is_told_with_who_may_read_it(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(RunDirectoryError, match="Permission denied") as raised:
+        read_status(run.paths.root)
+    assert raised.value.exit_code == ExitCode.IO
+    assert "the user that runs the job" in str(raised.value.hint)
 
 
 def test_a_run_that_is_held_but_has_no_record_yet_is_starting(tmp_path: Path) -> None:

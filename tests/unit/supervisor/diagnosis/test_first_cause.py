@@ -370,6 +370,27 @@ class TestInWords:
         found = self.told(died(2, -9), died(0, 1), died(1, -15))
         assert found == "rank 2 (pid 12) was killed by signal 9 (SIGKILL); then rank 0 failed too"
 
+    @pytest.mark.parametrize(
+        ("exitcode", "oom", "how"),
+        [
+            (-9, False, "was killed by signal 9 (SIGKILL)"),
+            (-9, True, "was killed by signal 9 (SIGKILL): the kernel was out of memory"),
+            (3, False, "exited with status 3"),
+        ],
+    )
+    def test_ranks_that_ended_in_the_same_way_by_themselves_are_no_consequence_of_one_another(
+        self, exitcode: int, oom: bool, how: str
+    ) -> None:
+        ends = [raised(0, "RuntimeError", GLOO), died(1, exitcode, oom=oom), died(2, exitcode, oom=oom)]
+        found = first_cause(evidence(), ends)
+        assert found is not None
+        assert (found.rank, found.alike, found.followed) == (1, (2,), (0,))
+        assert found.text == f"rank 1 (pid 11) {how}; rank 2 in the same way; then rank 0 failed too"
+
+    def test_a_rank_that_another_signal_ended_may_have_died_of_the_first(self) -> None:
+        found = self.told(died(0, -9), died(1, -11))
+        assert found == "rank 0 (pid 10) was killed by signal 9 (SIGKILL); then rank 1 failed too"
+
     def test_a_rank_without_a_record_is_told_with_its_last_heartbeat(self) -> None:
         beat = Heartbeat(pid=10, host="h", attempt=1, step=30, batch=31, doing="reading", monotonic=1.0)
         told = "rank 0 (pid 10) was killed by signal 9 (SIGKILL), last seen reading at step 30, batch 31"
