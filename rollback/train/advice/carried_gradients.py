@@ -44,7 +44,10 @@ class CarriedGradients:
         """A step of the guard's has ended, behind which a checkpoint may be taken."""
         gradient, self._left = self._gradient(), None
         self._backwards, self._added, self._found = 0, False, []
-        if gradient is not None and self._looks:
+        if not self._looks:  # not within the hook: torch goes through the optimizer's hooks then
+            self._watch.remove()
+            self._hook.remove()
+        elif gradient is not None:
             norm = torch.linalg.vector_norm(local_of(gradient))
             self._left = _Left(gradient, storage_version(gradient), norm)
 
@@ -73,9 +76,6 @@ class CarriedGradients:
             carried = used and bool(left.norm)
         self.updates += carried
         self._looks -= 1
-        if not self._looks:
-            self._watch.remove()
-            self._hook.remove()
 
     def _is_written_by(self, backwards: int, left: _Left) -> bool:
         """Whether so many backwards have written to the gradient since, and nothing else has, as far as torch counts.
