@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.errors import UsageError
+from rollback.train.sharded import is_sharded
 from rollback.train.state.kept_values import SharedText
 from rollback.train.state.module_buffers import KEPT_ELSEWHERE
 from rollback.trainers.lightning.logged_rows import LoggedRows
@@ -336,7 +337,7 @@ def _asked_for(trainer: Any) -> dict[str, float]:
 
 def _packed(value: Any, what: str) -> Any:
     """`value` with its tensors as numbers, of which the guard keeps all bits. Raises UsageError for anything else."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not is_sharded(value):
         flat = value.detach().reshape(-1).tolist()
         return {"tensor": flat, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if value is None or type(value) in (bool, int, float, str):
@@ -347,7 +348,8 @@ def _packed(value: Any, what: str) -> Any:
         return {"dict": {key: _packed(item, what) for key, item in value.items()}}
     raise UsageError(
         f"rollback.protect cannot keep {what}: there is a {type(value).__name__} in it",
-        hint="its state_dict may have numbers, texts, None, tensors, and lists, tuples and dicts of these",
+        hint="it may have numbers, texts, None, whole tensors, and lists, tuples and dicts of these; hand over a "
+        "sharded average in an object of its own: rollback.protect(trainer, ema=ema)",
     )
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from sharding import fully_sharded, one_rank
 from torch import nn
+
+from rollback.errors import UsageError
 
 
 @pytest.fixture
@@ -119,3 +122,11 @@ def test_what_a_metric_of_the_scripts_own_is_set_to_is_not_kept(state: Any) -> N
     own = metric()
     own.weights = torch.ones(3)
     assert "weights" not in state._of_metric(own)["dict"]
+
+
+def test_a_sharded_average_in_a_callback_is_refused_with_what_keeps_it(state: Any) -> None:
+    with one_rank():
+        model = fully_sharded(nn.Sequential(nn.Linear(2, 2)))
+        with pytest.raises(UsageError, match="the state of EMA: there is a DTensor in it") as refused:
+            state._packed({"average": model.state_dict()}, "the state of EMA")
+    assert "rollback.protect(trainer, ema=ema)" in (refused.value.hint or "")
