@@ -84,8 +84,8 @@ class ChangedByCalls:
         name = dotted(call.func) or ""
         own = self._as_called(name, body)
         if own is not None and (returned := self._returned.get(own) or self._returned.get(name)) is not None:
-            yield returned, own
-        elif name in self._functions:
+            yield returned, own + ".__wrapped__" * len(returned.decorator_list)
+        if name in self._functions:
             yield self._functions[name], None
         receiver, _, method = name.rpartition(".")
         for its, asked in ((receiver, method), (name, "__call__")):

@@ -47,7 +47,7 @@ def cell_of(function: str, name: str) -> str:
 
 def without_cells(name: str) -> str:
     """The same in words: `mean of running`."""
-    return re.sub(r"^(.*)\.__closure__\[.*\.index\('(\w+)'\)\]\.cell_contents", r"\2 of \1", name)
+    return re.sub(r"^(.*?)(?:\.__wrapped__)*\.__closure__\[.*\.index\('(\w+)'\)\]\.cell_contents", r"\2 of \1", name)
 
 
 def is_marked(method: Function, by: str) -> bool:

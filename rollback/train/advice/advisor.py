@@ -5,8 +5,9 @@ another reason is possible.
 """
 
 import statistics
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from rollback.train.advice.script_rates import ScriptRates
 from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.comm.beat import Beat
 from rollback.train.state.state import TrainingState
+from rollback.train.state.stateful import trained_by
 from rollback.train.updates.backward import choose_telltale
 from rollback.train.updates.optimizer import Updates
 from rollback.wording import AdviceText, first_few
@@ -147,9 +149,8 @@ class Advisor:
         self._habits = Habits(updates, state.optimizer, state.objects.get("scaler"), model)
         self._carried = {"optimizer": CarriedGradients(state.optimizer, updates.telltale, model)}
         for name, item in state.objects.items():
-            if isinstance(item, Optimizer) and "param_groups" in vars(item):  # a wrapper of one takes no hooks
-                trained = [p for group in item.param_groups for p in group["params"]]
-                self._carried[name] = CarriedGradients(item, choose_telltale(trained))
+            if _takes_hooks(item):
+                self._carried[name] = CarriedGradients(item, choose_telltale(trained_by(item)))
         self.habit = Habit(0)
         """That of the newest update whose step has ended."""
         self._optimizer = type(state.optimizer)
@@ -266,6 +267,11 @@ class Advisor:
         self._unwritten = self._unwritten + 1 if habit.written is False else 0
         lacks_it = self._spikes >= _SPIKES and self._unwritten >= _UNCLIPPED
         return [NEVER_CLIPPED.of(spikes=self._spikes)] if lacks_it else []
+
+
+def _takes_hooks(item: object) -> TypeGuard[Optimizer]:
+    """Whether it is an optimizer. A wrapper of one may have no hooks, or plain dicts in the place of torch's."""
+    return isinstance(item, Optimizer) and isinstance(vars(item).get("_optimizer_step_pre_hooks"), OrderedDict)
 
 
 def _is_one_limit(seen: Collection[tuple[float, float]]) -> bool:

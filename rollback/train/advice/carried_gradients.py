@@ -32,6 +32,8 @@ class CarriedGradients:
         """How many have used what was there when an earlier step ended."""
         self._telltale, self._looks = telltale, _SAMPLED
         self._left: _Left | None = None
+        self._is_first = False
+        """Whether the next update is the first one since that step."""
         self._backwards, self._added = 0, False
         """How many there were since that step, and whether each has added to what it has left."""
         self._found: list[Tensor] = []
@@ -42,7 +44,7 @@ class CarriedGradients:
     @torch.no_grad()
     def end_step(self) -> None:
         """A step of the guard's has ended, behind which a checkpoint may be taken."""
-        gradient, self._left = self._gradient(), None
+        gradient, self._left, self._is_first = self._gradient(), None, True
         self._backwards, self._added, self._found = 0, False, []
         if not self._looks:  # not within the hook: torch goes through the optimizer's hooks then
             self._watch.remove()
@@ -66,16 +68,19 @@ class CarriedGradients:
             self._found.append(none if gradient is None else local_of(gradient).any())
 
     def _before_update(self, _: Optimizer) -> None:
-        left, self._left = self._left, None  # of several updates in a step the first one
-        if left is None:
+        if not self._is_first:
             return
-        if is_sharded(self._telltale):
-            carried = bool(self._found) and bool(torch.stack(self._found).all())
-        else:
-            used = self._added if self._backwards else self._is_written_by(0, left)
-            carried = used and bool(left.norm)
-        self.updates += carried
+        if self._left is not None:
+            self.updates += self._is_used(self._left)
+        self._left, self._is_first = None, False
         self._looks -= 1
+
+    def _is_used(self, left: _Left) -> bool:
+        """By the update that begins."""
+        if is_sharded(self._telltale):
+            return bool(self._found) and bool(torch.stack(self._found).all())
+        used = self._added if self._backwards else self._is_written_by(0, left)
+        return used and bool(left.norm)
 
     def _is_written_by(self, backwards: int, left: _Left) -> bool:
         """Whether so many backwards have written to the gradient since, and nothing else has, as far as torch counts.

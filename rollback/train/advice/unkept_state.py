@@ -10,7 +10,7 @@ persist are looked for among all objects, once.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,7 +34,7 @@ from rollback.train.advice.script_tensors import (
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators
 from rollback.train.introspection import instances
-from rollback.train.sharded import local_of
+from rollback.train.sharded import is_sharded, local_of
 from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.stateful import trained_by
@@ -141,19 +141,28 @@ class _Watched(NamedTuple):
     """None: it is gone."""
     then: Mapping[str, object]
     begins: str
+    sharded: Collection[str]
+    """The names of those that were sharded."""
 
     @classmethod
     def of(cls, name: str, thing: Any) -> "_Watched":
         keeps_alive = isinstance(thing, list | tuple | dict)  # of these there are no weak references
-        return cls(name, (lambda: thing) if keeps_alive else weakref.ref(thing), _marks_of(thing), _begin_of(thing))
+        tensors = tensors_of(thing)
+        return cls(
+            name, (lambda: thing) if keeps_alive else weakref.ref(thing), _marks_of(tensors), _begin_of(thing),
+            {name for name, item in tensors.items() if is_sharded(item)},
+        )  # fmt: skip
 
     def written(self, *, waits: bool) -> list[Tensor]:
         """Those of its tensors that are others now, or have other values. waits: the device may be waited for."""
         if (thing := self.thing()) is None:
             return []
         tensors = tensors_of(thing)
-        found = [tensors[name] for name, mark in _marks_of(thing).items() if mark != self.then.get(name)]
-        return found or ([*tensors.values()][-1:] if waits and self.begins != _begin_of(thing) else [])
+        # Behind a forward without a backward FSDP2 leaves whole ones in their places.
+        as_then = {name: item for name, item in tensors.items() if is_sharded(item) or name not in self.sharded}
+        found = [tensors[name] for name, mark in _marks_of(as_then).items() if mark != self.then.get(name)]
+        may_look = waits and len(as_then) == len(tensors)
+        return found or ([*tensors.values()][-1:] if may_look and self.begins != _begin_of(thing) else [])
 
 
 class UnkeptState:
@@ -360,9 +369,7 @@ def _state_of(generator: Any) -> int:
     return cast(int, Digest(Generators(generator).states()).value)
 
 
-def _marks_of(thing: Any) -> dict[str, object]:
-    """By name."""
-    tensors = tensors_of(thing)
+def _marks_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:
     return {name: (id(item), item.is_inference() or item._version, storage_of(item)) for name, item in tensors.items()}
 
 

@@ -531,6 +531,31 @@ def test_so_is_what_a_function_keeps_that_another_one_has_made() -> None:
     assert run(RUNNING, loader="abcd", **{BY_BATCH: by_batch})["last"] == (104, 1, [104, 2, {"n": 4}, []])
 
 
+def test_so_it_is_where_it_is_decorated() -> None:
+    decorated = "import functools\n" + textwrap.dedent(RUNNING).replace("    def update", "    @quiet\n    def update")
+    quiet = "def quiet(f):\n    @functools.wraps(f)\n    def g(x): return f(x)\n    return g\n"
+    source = decorated.replace("def running", f"{quiet}def running").replace(
+        "mean.__closure__", "mean.__wrapped__.__closure__"
+    )
+    found = loop_variables(ScriptLoops(source))
+    assert [variable.shown for variable in found] == ["mean of mean", "seen of mean"]
+
+    def by_batch(read: Callable[[], Any], name: str, filename: str, *_: bool) -> list[Any]:
+        return [100] * (read() == 6)
+
+    assert run(source, loader="abcd", **{BY_BATCH: by_batch})["last"] == (104, 1, [104, 2, {"n": 4}, []])
+
+
+def test_a_function_of_the_file_is_looked_into_though_another_one_gets_its_name_elsewhere() -> None:
+    source = (
+        "count = 0\ndef step(x):\n  global count\n  count += 1\n  return count\n"
+        "def made():\n  seen = 0\n  def inner():\n    nonlocal seen\n    seen += 1\n  return inner\n"
+        "def other():\n  step = made()\n  step()\n"
+        "def train():\n  for x in loader: f(x, step(x)).backward()\ntrain()"
+    )
+    assert "count" in {variable.name for variable in loop_variables(ScriptLoops(source))}
+
+
 @pytest.mark.parametrize(
     ("definition", "call", "restored"),
     [

@@ -160,16 +160,32 @@ def test_a_guard_that_is_made_in_an_except_block_keeps_nothing_of_it(tmp_path: P
     made.close()
 
 
-def test_a_wrapper_of_an_optimizer_with_hooks_of_its_own_making_is_refused_in_words(tmp_path: Path) -> None:
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+class Wrapper(torch.optim.Optimizer):
+    """Makes none of what torch's have, or plain dicts in the place of torch's hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, hooks: bool = True) -> None:
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+        if hooks:
             self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": 1.0}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def test_a_wrapper_of_an_optimizer_with_hooks_of_its_own_making_is_refused_in_words(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     with pytest.raises(UsageError, match="whose steps cannot be noticed") as raised:
         guard(tmp_path / "run", model=model, optimizer=Wrapper(torch.optim.SGD(model.parameters())))
     assert "optimizer.optimizer, and the wrapper by a name of its own" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_it_is_taken_by_a_name_of_its_own(tmp_path: Path, hooks: bool) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    guard(tmp_path / "run", model=model, optimizer=optimizer, wrapper=Wrapper(optimizer, hooks=hooks)).close()
 
 
 def test_an_optimizer_that_updates_within_the_backward_is_refused_and_not_trained_by_in_silence(tmp_path: Path) -> None:

@@ -659,6 +659,31 @@ def test_so_is_an_average_that_the_training_writes_to_in_its_late_epochs_alone(
     assert codes_in(tmp_path) == ["copies-not-kept"] * (kind != "loss" and not handed_over)
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_sharded_teacher_whose_forward_leaves_whole_parameters_in_their_places_is_innocent(
+    tmp_path: Path, written: bool
+) -> None:
+    """FSDP2 takes those of the outermost module apart again behind a backward alone."""
+    with one_rank():
+        model, teacher = (fully_sharded(nn.Linear(2, 1)) for _ in range(2))
+        teacher.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 24, run=tmp_path)
+
+        def loss_of(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                told = teacher(x)
+            return (model(x) - told).square().sum()
+
+        def follow(x: Tensor) -> None:
+            if written:
+                teacher.reshard()  # type: ignore[attr-defined]
+                teacher.weight.mul_(0.9)
+
+        train(guard, optimizer, loss_of, follow)
+    assert codes_in(tmp_path) == ["copies-not-kept"] * written
+
+
 class Cooling(nn.Module):
     """A temperature that falls, or a count, as an attribute; with a state of its own, or as a buffer."""
 
