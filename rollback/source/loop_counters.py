@@ -50,10 +50,13 @@ def _carried(loops: ScriptLoops) -> Iterator[LoopCounter]:
         own = {variable.name for variable in variables if variable.loop is loop}
         takes = [node for node in ast.walk(loop) if is_call_of(node, "next")]
         taken = {name for call in takes for of in call.args[:1] for name in names_in(of)}
+        ordering = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and last_name(node) == "set_epoch"]
+        orders, in_training = {name for call in ordering for name in names_in(call)}, loop in loops.training_loops
         for name, line in carried.lines.items():
-            counts, trains = name in carried.counts, loop in loops.training_loops and carried.affects_training(name)
-            ends = has_part_in(name, deciding)
-            if name not in taken and (trains or ends or (counts and loop in loops.training_loops)):
+            counts, ends = name in carried.counts, has_part_in(name, deciding)
+            # Else what a count is told to besides, as `evaluate(model, epoch)`, would look as if it trained by that.
+            trains = in_training and (has_part_in(name, orders) if counts else carried.affects_training(name))
+            if name not in taken and (trains or ends or (counts and in_training)):
                 yield LoopCounter(name, line, ends, name in own, counts, trains, loop)
         known, attributes = {id(node) for node in ast.walk(loop)}, {name.rpartition(".")[2] for name in carried.lines}
         for node in loops.reached(loop) if loop in loops.training_loops else ():

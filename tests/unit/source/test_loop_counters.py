@@ -584,14 +584,17 @@ def test_so_is_what_a_function_changes_of_what_it_is_given(definition: str, call
     assert [variable.name for variable in found] == restored
 
 
-@pytest.mark.parametrize(("at_end", "trains"), [("sampler.set_epoch(epoch)", True), ("print(epoch)", False)])
+@pytest.mark.parametrize(
+    ("at_end", "trains"),
+    [("sampler.set_epoch(epoch)", True), ("print(epoch)", False), ("evaluate(model, epoch)", False)],
+)
 def test_a_count_of_epochs_beside_the_next_of_a_batch_is_trained_by_where_it_orders_the_data(
     at_end: str, trains: bool
 ) -> None:
     source = (
         "epoch, batches = 0, iter(loader)\nfor step in range(9):\n  try: x = next(batches)\n"
         f"  except StopIteration:\n    epoch += 1\n    {at_end}\n    batches = iter(loader)\n    x = next(batches)\n"
-        "  f(x).backward()\n  o.step()"
+        "  model(x).backward()\n  o.step()"
     )
     found = {each.name: (each.trains, each.restored) for each in loop_counters(ScriptLoops(source))}
     assert found["epoch"] == (trains, False)
