@@ -142,7 +142,9 @@ class StepInProgress:
     def finish(self) -> StepSpan:
         """The update is done: count its batches, keep its losses and gradients, and return its span."""
         counters, cursor, epoch_end = self._state.counters, self._state.cursor, self._state.cursor.epoch_end
-        counters.note_update(self.batches, last_of_epoch=epoch_end == cursor.batch)
+        last_of_epoch = epoch_end == cursor.batch
+        counters.note_update(self.batches, last_of_epoch=last_of_epoch)
+        self._advisor.resumed.note(self.batches, within_epoch=not (self._epoch_began or last_of_epoch))
         rate_before = None if self._epoch_began else counters.learning_rate
         hints = self._state.note_learning_rate()
         self._advisor.rates.note(counters.step, cursor.epoch, counters.learning_rate, rate_before, counters.first_rate)

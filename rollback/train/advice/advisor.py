@@ -18,6 +18,7 @@ from rollback.sentinel import Kind, Verdict
 from rollback.train.advice.carried_gradients import CarriedGradients
 from rollback.train.advice.habits import Habit, Habits
 from rollback.train.advice.layers import EVERY, Layers
+from rollback.train.advice.resumed_updates import ResumedUpdates
 from rollback.train.advice.script_rates import ScriptRates
 from rollback.train.advice.unkept_state import UnkeptState
 from rollback.train.comm.beat import Beat
@@ -146,6 +147,7 @@ class Advisor:
         """Parameters of which the script has not changed `requires_grad` again, in none of the first updates."""
         self.unkept, self._without_grad = unkept, 0
         self._layers, self.rates = Layers(state.model), ScriptRates(state.objects.values())
+        self.resumed = ResumedUpdates(state.counters.batches_per_step if state.counters.step else None)
         self._habits = Habits(updates, state.optimizer, state.objects.get("scaler"), model)
         self._carried = {"optimizer": CarriedGradients(state.optimizer, updates.telltale, model)}
         for name, item in state.objects.items():
@@ -190,6 +192,7 @@ class Advisor:
             *([NEVER_OBSERVED.of(updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
             *([NO_PROGRESS.of(step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
             *self.rates.found,
+            *self.resumed.found,
             *(self._of_switches() if self._not_again and self._count >= _UPDATES else ()),
             *(self.unkept.advice() if self._count <= EARLY or not self._count % _SELDOM else ()),
             *([CLIPPED_AFTER_STEP] if self._late >= _UPDATES else ()),
