@@ -348,8 +348,8 @@ def _packed(value: Any, what: str) -> Any:
         return {"dict": {key: _packed(item, what) for key, item in value.items()}}
     raise UsageError(
         f"rollback.protect cannot keep {what}: there is a {type(value).__name__} in it",
-        hint="it may have numbers, texts, None, whole tensors, and lists, tuples and dicts of these; hand over a "
-        "sharded average in an object of its own: rollback.protect(trainer, ema=ema)",
+        hint="its state_dict may have numbers, texts, None, whole tensors, and lists, tuples and dicts of these; hand "
+        "over a sharded average in an object of its own: rollback.protect(trainer, ema=ema)",
     )
 
 
