@@ -27,7 +27,7 @@ from rollback.cli.track import track
 from rollback.cli.why import why
 from rollback.errors import RollbackError
 from rollback.rundir.seal import use
-from rollback.system.processes import be_told_of_children, clean_up_when_told_to_end
+from rollback.system.processes import be_told_of_children, cleaning_up_when_told_to_end
 from rollback.terminal.messages import bear_any_character, occupy_standard_streams, show_error
 
 app = typer.Typer(
@@ -83,9 +83,9 @@ def main() -> None:
     occupy_standard_streams()
     bear_any_character()
     be_told_of_children()
-    clean_up_when_told_to_end()
     try:
-        app()
+        with cleaning_up_when_told_to_end():
+            app()
     except RollbackError as error:
         show_error(error)
         sys.exit(error.exit_code)

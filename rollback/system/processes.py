@@ -10,6 +10,8 @@ import functools
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -28,9 +30,10 @@ def be_told_of_children() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def clean_up_when_told_to_end() -> None:
-    """From now on SIGTERM and SIGHUP raise SystemExit in the main thread, as Ctrl-C raises KeyboardInterrupt: a command
-    may have a child that trains, or a file of many gigabytes under a name for the time being. Main thread.
+@contextmanager
+def cleaning_up_when_told_to_end() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP raise SystemExit in the main thread, as Ctrl-C raises KeyboardInterrupt: a command may
+    have a child that trains, or a file of many gigabytes under a name for the time being. Main thread.
 
     The exit code is a shell's for the signal, 128 and its number. Whoever ignores one (nohup) goes on doing so.
     """
@@ -38,9 +41,15 @@ def clean_up_when_told_to_end() -> None:
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    for told in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(told) is signal.SIG_DFL:
-            signal.signal(told, leave)
+    ours = [told for told in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(told) is signal.SIG_DFL]
+    for told in ours:
+        signal.signal(told, leave)
+    try:
+        yield
+    finally:
+        for told in ours:
+            if signal.getsignal(told) is leave:
+                signal.signal(told, signal.SIG_DFL)
 
 
 def start_of(pid: int) -> str | None:

@@ -114,4 +114,7 @@ def tree(root: Path) -> dict[str, bytes | None]:
 
 
 def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has gone between these two
+        return True
