@@ -123,7 +123,7 @@ class BuddySender(ToBuddy):
                     self._sent, self._failures = place.name, 0
                     self._tell(None)
             except FAULTS as error:
-                self._seen = {}  # look again
+                self._seen, self._sent = {}, ""  # look again; what has arrived of it may be in the old one's place
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
