@@ -9,7 +9,6 @@ from collections.abc import Callable, Container, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
-from pydantic_core import ErrorDetails
 
 from rollback.environment import ENV_SETTINGS, as_variables, text_in
 from rollback.errors import WrongSetting
@@ -79,9 +78,12 @@ def samples_from(text: str) -> SamplesFrom:
         raise ValueError(f"{text!r} is not a list of samples: write {form}") from None
 
 
-def _read_text(read: Callable[[str], Any]) -> BeforeValidator:
-    """A script may write a setting as on the command line."""
-    return BeforeValidator(lambda given: read(given) if isinstance(given, str) else given)
+def _item(read: Callable[[str], Any]) -> BeforeValidator:
+    """One of several, as on the command line: what is no such object is read as its text, or refused in our words."""
+    return BeforeValidator(lambda given: given if isinstance(given, BaseModel | Mapping) else read(str(given)))
+
+
+_ONE_OR_SEVERAL = BeforeValidator(lambda given: given if isinstance(given, list | tuple) else (given,))
 
 
 class Settings(BaseModel, frozen=True, extra="forbid"):
@@ -159,10 +161,10 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         "with checkpoints does not read it",
         json_schema_extra={"metavar": "PATH"},
     )  # fmt: skip
-    skip: Annotated[tuple[Annotated[Window, _read_text(window_from)], ...], _read_text(lambda text: (text,))] = Field(
+    skip: Annotated[tuple[Annotated[Window, _item(window_from)], ...], _ONE_OR_SEVERAL] = Field(
         (), examples=["120:139"], description="batches to leave out from the start"
     )
-    skip_samples: Annotated[tuple[SamplesFrom, ...], _read_text(lambda text: (samples_from(text),))] = Field(
+    skip_samples: Annotated[tuple[Annotated[SamplesFrom, _item(samples_from)], ...], _ONE_OR_SEVERAL] = Field(
         (), examples=["17,402"],
         description="all data set samples to leave out, from a batch on or (default) from the start",
         json_schema_extra={"metavar": "[BATCH:]I,J"},
@@ -268,18 +270,14 @@ def explain(error: ValidationError, of_command_line: Container[str] = ()) -> str
     return f"setting {name}: {_fault_of(error)}"
 
 
-def _same_value(one: ErrorDetails, other: ErrorDetails) -> bool:
-    """Whether both are of one setting, as another kind of value each: the place of an item in a list is a number."""
-    return one["loc"][:-1] == other["loc"][:-1] != () and isinstance(one["loc"][-1], str)
-
-
 def _fault_of(error: ValidationError) -> str:
     """What is wrong with the value of the first setting at fault, in words."""
     first, *others = error.errors()
     if first["type"] == "value_error":
         return first["msg"].removeprefix("Value error, ")
     if first["type"] != "string_pattern_mismatch":  # where one of several kinds would do, each has an error of its own
-        kinds = [item["msg"].removeprefix("Input should be ") for item in others if _same_value(item, first)]
+        same = [item for item in others if item["loc"][:-1] == first["loc"][:-1] != ()]
+        kinds = [item["msg"].removeprefix("Input should be ") for item in same]
         return f"{' or '.join([first['msg'], *kinds])} (got {first['input']!r})"
     schema = Settings.model_json_schema()["properties"][first["loc"][0]]
     form = schema["metavar"] + schema.get("bounds", "")
