@@ -153,6 +153,7 @@ class Advisor:
         for name, item in state.objects.items():
             if _takes_hooks(item):
                 self._carried[name] = CarriedGradients(item, choose_telltale(trained_by(item)))
+        self._looking = list(self._carried.values())
         self.habit = Habit(0)
         """That of the newest update whose step has ended."""
         self._optimizer = type(state.optimizer)
@@ -180,8 +181,7 @@ class Advisor:
             found = self._switches.not_again()
             self._not_again = found if self._count == 1 else self._not_again & found
         self.habit = self._habits.end_step(batches)
-        for each in self._carried.values():
-            each.end_step()
+        self._looking = [each for each in self._looking if each.end_step()]
 
     def judge(self, beat: Beat, verdict: Verdict) -> list[AdviceText]:
         """The advice now, on the step that has ended last. The caller gives each advice only once."""

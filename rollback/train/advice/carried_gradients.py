@@ -42,16 +42,19 @@ class CarriedGradients:
         self._hook = before_update(optimizer, self._before_update)
 
     @torch.no_grad()
-    def end_step(self) -> None:
-        """A step of the guard's has ended, behind which a checkpoint may be taken."""
+    def end_step(self) -> bool:
+        """A step of the guard's has ended, behind which a checkpoint may be taken. False: enough has been seen, and
+        this need not be called again."""
         gradient, self._left, self._is_first = self._gradient(), None, True
         self._backwards, self._added, self._found = 0, False, []
         if not self._looks:  # not within the hook: torch goes through the optimizer's hooks then
             self._watch.remove()
             self._hook.remove()
-        elif gradient is not None:
+            return False
+        if gradient is not None:
             norm = torch.linalg.vector_norm(local_of(gradient))
             self._left = _Left(gradient, storage_version(gradient), norm)
+        return True
 
     def _accumulated(self, *_: object) -> None:
         self._backwards += 1
