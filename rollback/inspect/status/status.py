@@ -35,7 +35,7 @@ from rollback.rundir.metrics.metric_lines import read_last_metrics
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.requests import handed_in
 from rollback.system.collector import no_collection
-from rollback.system.processes import is_alive
+from rollback.system.processes import is_alive, state_of
 from rollback.terminal.quantities import seconds_since_epoch
 
 
@@ -84,6 +84,7 @@ class StatusReader:
         journals = (paths.train_journal, paths.supervisor_journal)
         torn = [(path, tail.torn_bytes) for path, tail in zip(journals, self._tails, strict=True)]
         notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals) + self._unseen
+        notices += _suspended(holder)
         status = _status(self._root, paths, self._past, holder, self._ring, notices)
         self._look_for_deaths(paths, status)
         return status.model_copy(update={"death": self.deaths[max(self.deaths)] if self.deaths else None})
@@ -250,6 +251,16 @@ def _holder(paths: RunPaths) -> Holder | None:
     role, host, since = (str(stated.get(name)) for name in ("role", "host", "since"))
     alive = is_alive(pid, host, stated.get("start"))
     return Holder(role=role, pid=number, host=host, since=since, alive=alive)
+
+
+def _suspended(holder: Holder | None) -> list[str]:
+    """A notice where the holder is there and does nothing, as behind Ctrl-Z."""
+    if holder is None or holder.alive != "yes" or holder.pid is None or state_of(holder.pid) != "T":
+        return []
+    return [
+        f"{holder.role} (pid {holder.pid}) is suspended, as by Ctrl-Z: until it goes on, nobody sees to what the run "
+        f"needs. To let it go on: fg in its shell, or kill -CONT {holder.pid}"
+    ]
 
 
 def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -199,6 +200,19 @@ def test_a_holder_without_ranks_is_starting_and_one_that_was_killed_is_not(run: 
     run.paths.holder.write_text(json.dumps({**said, "start": "1@another boot"}))
     assert status_of(run).state == "died"
     lock.release()
+
+
+def test_a_holder_that_is_suspended_is_told_with_the_way_to_let_it_go_on(run: RecordedRun) -> None:
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        said = {"host": socket.gethostname(), "since": "2030-01-01T00:00:00+00:00", "role": "rollback launch"}
+        run.paths.holder.write_text(json.dumps({**said, "pid": sleeper.pid, "start": start_of(sleeper.pid)}))
+        assert status_of(run).notices == []
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        (notice,) = status_of(run).notices
+        assert f"rollback launch (pid {sleeper.pid}) is suspended" in notice
+        assert f"kill -CONT {sleeper.pid}" in notice
+        sleeper.kill()
 
 
 def test_a_run_of_another_user_is_told_with_who_may_read_it(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
