@@ -22,7 +22,7 @@ from rollback.sentinel.excursion import (
 )
 from rollback.sentinel.objective import OBJECTIVES, LossHistory
 from rollback.sentinel.presets import PRESETS
-from rollback.sentinel.probe import ASKED_EVERY, OpenQuestion, about_excursion
+from rollback.sentinel.probe import ASKED_EVERY, LASTS, OpenQuestion, about_excursion
 from rollback.sentinel.slow import Collapse, Drift, Fading
 from rollback.sentinel.states import TRANSITIONS, Event, State
 from rollback.sentinel.verdict import Hint, Kind, Observation, Verdict
@@ -152,9 +152,11 @@ class Sentinel:
         self._asks_from = step + ASKED_EVERY
 
     def accept_rise(self) -> None:
-        """The model is unharmed: what the question was about is the new level."""
-        if self._excursion is not None and self._state is State.WATCHING:
-            excursion, self._excursion, self._rising_since = self._excursion, None, None
+        """The model is unharmed: what the question was about is the new level. An excursion that has begun since is too
+        short to learn a level from."""
+        excursion = self._excursion
+        if excursion is not None and excursion.count >= LASTS and self._state is State.WATCHING:
+            self._excursion = self._rising_since = None
             self._relearn(excursion)
             self._move(Event.PERSISTED)
         self._drift.restart()

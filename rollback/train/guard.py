@@ -218,7 +218,8 @@ class Guard:
         """Announce a new phase: other data, another loss. The sentinel learns the new level.
 
         The phase begins with the update in progress, or with the next one if that update is complete. All ranks should
-        announce it; one suffices. After a rollback to before the phase, no new announcement is needed.
+        announce it; one suffices. After a rollback to before the phase, no new announcement is needed. phase: its name,
+        for the record. Raises UsageError where that is no text.
         """
         self._loop.step_in_progress.announce(phase)
 

@@ -121,7 +121,12 @@ class StepInProgress:
             self._grad_norm = scalar(grad_norm, "grad_norm")
 
     def announce(self, phase: str) -> None:
-        """A phase begins with this step; with the next one, if this step's update is done."""
+        """A phase begins with this step; with the next one, if this step's update is done. Raises UsageError."""
+        if not isinstance(phase, str):
+            raise UsageError(
+                f"guard.announce got a {type(phase).__name__}; it takes the phase's name, a text",
+                hint='for example guard.announce("second stage"), or f"epoch {epoch}"',
+            )
         if not self.updated:
             self._phase = phase
         if self.updated or self.first_batch is None:

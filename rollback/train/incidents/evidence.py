@@ -49,6 +49,7 @@ _LISTED = 8
 _EACH = 10_000
 _TENSORS = 1024  # in a batch
 _DEPTH = 8
+_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 _VANISHING, _EXPLODING = 1e-8, 100.0
 _LARGEST_NORM = {torch.float16: 65504.0, torch.float64: math.inf}
 _LARGEST_NORM_ELSE = math.sqrt(torch.finfo(torch.float32).max)
@@ -325,7 +326,8 @@ def _find_tensors(value: Any, path: str, found: list[tuple[str, Tensor | str]], 
         case _ if depth > _DEPTH:
             found.append((path, "nested too deeply"))
         case list() | tuple():
-            for place, item in enumerate(value[:_TENSORS]):
+            # Of lists of numbers there may be many: to look at each by itself would cost more than a step.
+            for place, item in [each for each in enumerate(value[:_TENSORS]) if type(each[1]) not in _PLAIN]:
                 _find_tensors(item, f"{path}/{place}", found, depth + 1)
         case Mapping():
             for key in itertools.islice(value, _TENSORS):
@@ -339,9 +341,10 @@ def _find_tensors(value: Any, path: str, found: list[tuple[str, Tensor | str]], 
 
 def _as_tensor(value: np.ndarray[Any, Any]) -> Tensor | str:
     try:
-        return torch.from_numpy(value)
+        tensor = torch.from_numpy(value)
     except (TypeError, ValueError):
         return f"an array of {value.dtype} that torch cannot take as it is"
+    return _why_not(tensor) or tensor
 
 
 def _why_not(value: Tensor) -> str | None:

@@ -162,8 +162,7 @@ class Judge:
             if not all(sent) or (beat := beat_of(sent)) is None:
                 raise NotProved("it is not known what the ranks have told each other of the last step")
             span = spans[-1]
-            begins = beat.announced or any(self._next_batch <= batch <= span.last_batch for batch in set(self._phases))
-            verdict = sentinel.update(span.observation(beat, announced=begins))
+            verdict = sentinel.update(span.observation(beat, announced=beat.announced or self._has_phase(span)))
             if scale.update(span.step, beat.scaler_skipped, beat.scale) is not None:
                 raise NotProved("the last step was not healthy")
             metric = metric_line(
@@ -284,7 +283,11 @@ class Judge:
         if beat.announced and span.first_batch not in self._phases:
             self._phases.add(span.first_batch)
             self._record.note(PhaseAnnounced(step=span.step, batch=span.first_batch, phase=span.phase))
-        return any(self._next_batch <= batch <= span.last_batch for batch in self._phases)
+        return self._has_phase(span)
+
+    def _has_phase(self, span: StepSpan) -> bool:
+        """Whether a phase is known to begin with one of its batches, or with one that was skipped in front of them."""
+        return not self._phases.isdisjoint(range(self._next_batch, span.last_batch + 1))
 
     def answer_state(self) -> Decision | None:
         """Plan the answer to `CheckpointManager.unanswered`: the last snapshot was dropped because something in it is

@@ -284,7 +284,7 @@ class StateWriter(MarksWriter):
 
     def metrics(self, judged_ahead: JudgedAhead | None) -> tuple[str, ...]:
         """The newest lines of the metrics. judged_ahead: where the last step was judged."""
-        lines = tuple(metric_line(**row) for row in self._run.record.recent)
+        lines = tuple(metric_line(**row) for row in [*self._run.record.recent])  # the script may train on
         return (*lines, judged_ahead.metric) if judged_ahead is not None and judged_ahead.metric is not None else lines
 
     def shared_part(self, sentinel: Mapping[str, Any]) -> SharedPart:

@@ -38,6 +38,7 @@ class Staging:
     def fit(self, size: int, device: torch.device | None) -> None:
         """Make room for snapshots of this many bytes, in the background. device: the CUDA device they come from."""
         if self._region is None or (self._region.size, self._device) != (size, device):
+            self.fault = None
             self._job = self._thread.submit(self._make, size, device)
 
     def ready(self) -> bool:

@@ -14,6 +14,7 @@ Tensors that the rank stores are digested in the copy, at any time. The others a
 optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
 """
 
+import heapq
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -284,10 +285,10 @@ def _is_still(name: str) -> bool:
 def owners(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, int]:
     """The rank that stores each tensor, of these ranks that all have them: about the same number of bytes for each; the
     same on all of them."""
-    load = dict.fromkeys(ranks, 0)
+    loads = [(0, place) for place in range(len(ranks))]  # a heap: the one with the least is first
     owner: dict[str, int] = {}
     for name, value in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        rank = min(ranks, key=load.__getitem__)
-        owner[name] = rank
-        load[rank] += value.nbytes
+        load, place = loads[0]
+        owner[name] = ranks[place]
+        heapq.heapreplace(loads, (load + value.nbytes, place))
     return owner

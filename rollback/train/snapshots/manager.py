@@ -24,6 +24,7 @@ from rollback.facts.training import (
     Quarantined,
     Saving,
     Tier,
+    Trouble,
 )
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import MANIFEST
@@ -75,6 +76,17 @@ class CheckpointManager:
         """Note that a snapshot was begun."""
         self.wanted = False
         self.catalogue.add_snapshot(flight.manifest, flight.slot)
+
+    def note_no_memory(self) -> None:
+        """Note that no snapshot could begin, since a rank has no memory for a copy."""
+        self.fault = self._ranks.first_fault(self.snapshots.memory.fault) or "no memory for a copy was free"
+        if not self._failing:
+            self._record.note(
+                Trouble(doing="taking a checkpoint", error=self.fault),
+                f"no checkpoint can be taken: {self.fault}; training goes on, and it is said when one can be written "
+                "again",
+            )
+        self._failing = True
 
     def advance(self, beat: Beat) -> None:
         """Act on a reduced beat."""

@@ -33,6 +33,8 @@ class SnapshotMemory:
 
     def __init__(self, ranks: Ranks, thread: ThreadPoolExecutor, fast: FastTier | None) -> None:
         self.outgrown = False
+        self.failed = False
+        """Whether some rank has said that it can have none for the next snapshot; the same on all ranks."""
         self.used_by: Future[None] | None = None
         self.place = place_in_run(ranks.rank, None)
         self._ranks = ranks
@@ -74,7 +76,7 @@ class SnapshotMemory:
         if self._fast is not None:
             self._fast.resize(count)
         self._buffer = self._choose_buffer()
-        self._all_ready = self._said_ready = False
+        self._all_ready = self._said_ready = self.failed = False
         if self.fitted:
             self._buffer.fit(self._size, self._device)
 
@@ -111,7 +113,9 @@ class SnapshotMemory:
 
     def await_ready(self) -> str:
         """Collective: wait for it. If the fast tier is not ready in time, stop using it, and return why; else an empty
-        string."""
+        string. Private memory that could not be had is asked for once more."""
+        if self.tier == "durable" and self.fault is not None:
+            self._buffer.fit(self._size, self._device)
         self._buffer.wait(_HELD_UP[self._ranks.apart])
         left = ""
         if not self._ranks.all_of(self._ready_here()) and self.tier == "fast":
@@ -131,10 +135,10 @@ class SnapshotMemory:
         self._said_ready, self._asked_of = True, self._buffer.next_slot
         return self._ready_here()
 
-    def note_ready(self, ready: int) -> None:
-        """Note how many ranks have said that it is ready, by the beat."""
+    def note_ready(self, ready: int, failed: int) -> None:
+        """Note how many ranks have said that it is ready, and that they can have none, by the beat."""
         if self._said_ready:  # else the beat is from before the memory was changed
-            self._all_ready = ready == self._ranks.world_size
+            self._all_ready, self.failed = ready == self._ranks.world_size, failed > 0
 
     def reserve(self) -> tuple[int | None, Region]:
         """The slot for a snapshot (None: private memory) and its memory. It must be ready."""

@@ -205,7 +205,7 @@ class Snapshots:
 
     def advance(self, beat: Beat) -> Landing | None:
         """Collective: act on a reduced beat. Returns the landing if the flight has ended."""
-        self.memory.note_ready(beat.ready)
+        self.memory.note_ready(beat.ready, beat.tier_failed)
         flight = self.in_flight
         if flight is None:
             return None

@@ -110,7 +110,7 @@ class SnapshotSchedule:
         At an epoch's start it is waited for where it is overdue by as much again, as that of the epoch's end was: else
         epochs of an update or two would never have one that stays, since the memory is ready again two steps later. Not
         of data that are only read in order: what a loader tells of an epoch that has just begun need not lead back to
-        its beginning.
+        its beginning. Memory that could not be had is tried for as late.
         """
         step, every = self._state.counters.step, self._settings.snapshot_every
         if not every or self._snapshots.in_flight:
@@ -120,7 +120,7 @@ class SnapshotSchedule:
         if taken_at is None:
             return True
         ready = self._snapshots.memory.ready
-        if not ready and not waits:
+        if not (ready or waits or self._snapshots.memory.failed):
             return False
         if ready and self._checkpoints.wanted:
             return True
@@ -150,7 +150,9 @@ class SnapshotSchedule:
             if why := self._snapshots.await_ready(image):
                 self._checkpoints.tell_left(why)
         if not self._snapshots.ready:
-            return  # there is no memory for a copy
+            self._taken_at = step
+            self._checkpoints.note_no_memory()
+            return
         self._measured = self._measured or self._taken_at is not None
         flight = self._snapshots.start_snapshot(
             image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline, over=not cursor.opened
@@ -181,7 +183,7 @@ class SnapshotSchedule:
     @property
     def fault(self) -> str:
         """Why there is no checkpoint of the present state, in words, after `take_now` returned None."""
-        return self._checkpoints.fault or self._snapshots.memory.fault or "there was no room in memory for a copy"
+        return self._checkpoints.fault or "what was written is not there any more"
 
     def take_end(self, timeline: int) -> str | None:
         """As `take_now`, for a state that may be the end of training."""

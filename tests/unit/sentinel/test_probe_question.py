@@ -91,6 +91,22 @@ def test_a_rise_that_was_accepted_is_the_level_and_what_rises_above_it_is_asked_
     assert -50 <= second - 1000 <= 16  # a block of before may be up by chance, and is then thought to be of the rise
 
 
+def test_a_step_that_stands_out_between_question_and_answer_is_no_level_to_learn() -> None:
+    """The step behind the question is judged before the model is asked."""
+    sentinel, source = Sentinel(), curve(520, rise=2.0)
+    for observation in source:
+        sentinel.update(observation)
+        if sentinel.question(observation.step) is not None:
+            break
+    step, loss, norm, _ = next(source)
+    assert loss is not None
+    assert sentinel.update(Observation(step, loss + 10 * NOISE, norm)).kind is Kind.WATCH
+    sentinel.asked(step)
+    sentinel.accept_rise()
+    assert [sentinel.update(observation).kind for observation in source][-100:] == [Kind.HEALTHY] * 100
+    assert sentinel.settled_level == pytest.approx(2 + 2 * NOISE, abs=NOISE)
+
+
 def test_what_is_kept_is_of_a_time_in_which_nothing_is_up() -> None:
     sentinel, settled = Sentinel(), set()
     for observation in curve(RISES_AT + 60, rise=4.0):

@@ -291,6 +291,20 @@ def test_a_loss_is_what_it_was_when_it_was_told(tmp_path: Path) -> None:
     assert [json.loads(line)["loss"] for line in lines] == pytest.approx([2 * level] * 4)
 
 
+@pytest.mark.parametrize("phase", [3, None, b"warm"])
+def test_a_phase_that_is_no_text_is_refused_where_it_is_announced(tmp_path: Path, phase: Any) -> None:
+    """Not two steps later, where a rank that raises is taken for one that a batch brings down. None was ignored."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=list(torch.randn(4, 4, 4)), run=tmp_path / "run")
+    try:
+        next(guard)
+        with pytest.raises(UsageError, match=rf"guard.announce got a {type(phase).__name__}; it takes the phase's"):
+            guard.announce(phase)
+    finally:
+        guard.close()
+
+
 def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path: Path) -> None:
     """A teacher with random weights, fixed noise: no checkpoint has them."""
 

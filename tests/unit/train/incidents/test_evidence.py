@@ -1,11 +1,13 @@
 """What a rank remembers of an incident: the layer that began, the kind of explosion, the batch as it was handed out."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,7 +23,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.incidents.evidence import IncidentEvidence, _find_tensors
 from rollback.train.run import AttachedRun
 from rollback.train.updates.gradients import Gradients, norm_of_each
 
@@ -289,6 +291,31 @@ def test_a_tensor_that_is_not_in_one_piece_is_left_out_and_ends_nothing(tmp_path
     assert [part.name for part in batch.tensors] == ["0/0"]
     assert [part.name for part in batch.left_out] == ["0/1", "0/2"]
     assert "MaskedTensor" in batch.left_out[1].reason
+
+
+def test_an_array_of_a_kind_that_no_file_has_is_left_out_and_ends_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.evidence.keep_batch(0, {"spectrum": np.fft.fft(np.ones(4)), "signal": np.ones(4)})
+    bench.step(0)
+    batch = bench.account(0).batch
+    assert [part.name for part in batch.tensors] == ["0/signal"]
+    assert [(part.name, "complex128" in part.reason) for part in batch.left_out] == [("0/spectrum", True)]
+
+
+def test_numbers_in_lists_cost_next_to_nothing(tmp_path: Path) -> None:
+    """A loader that does not collate hands out samples as they are: hundreds of thousands of tokens, in each step."""
+    bench, looked = Bench(tmp_path), 0
+
+    def count(frame: Any, event: str, _: object) -> None:
+        nonlocal looked
+        looked += event == "call" and frame.f_code is _find_tensors.__code__
+
+    sys.setprofile(count)
+    try:
+        bench.evidence.keep_batch(0, [{"ids": list(range(500)), "text": ["a"] * 500} for _ in range(10)])
+    finally:
+        sys.setprofile(None)
+    assert looked < 50
 
 
 def test_a_field_of_a_batch_that_is_not_set_is_left_out_and_ends_nothing(tmp_path: Path) -> None:

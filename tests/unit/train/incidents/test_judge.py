@@ -96,6 +96,24 @@ def test_a_step_is_judged_when_the_next_one_ends(steps: Steps) -> None:
     assert (decision.incident.onset_step, decision.incident.step, decision.plan.step) == (0, 1, 0)
 
 
+def test_a_step_does_not_go_through_all_phases_that_were_ever_announced(steps: Steps) -> None:
+    """A script may announce one with each epoch."""
+
+    class Counted(set[int]):
+        gone_through = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.gone_through += 1
+            return super().__iter__()
+
+    steps.snapshot()
+    steps.judge._phases = phases = Counted(range(100, 10_000, 50))
+    for _ in range(5):
+        steps.end_with(1.0)
+    steps.judge.judge_ahead([steps.judge._pulse.sent()])  # type: ignore[list-item]
+    assert not phases.gone_through
+
+
 def test_the_plan_is_in_the_journal_before_anybody_is_told(steps: Steps) -> None:
     steps.snapshot()
     steps.end_with(NAN)

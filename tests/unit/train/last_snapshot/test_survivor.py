@@ -35,6 +35,7 @@ from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResu
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.facts.training import Advice, NoLastSnapshot
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import shard_name
 from rollback.sentinel import Kind, Sentinel
 from rollback.train.comm.beat import FIELDS, beat_of
@@ -598,6 +599,26 @@ def test_a_state_that_is_not_healthy_is_not_kept(tmp_path: Path, memory: Path) -
     (account,) = kept(tmp_path / "run", memory, keep, TOY.but(nan=(AT - 1,)).with_settings(observe_only=True))
     assert account.checkpoint is None
     assert "not healthy" in (account.why_not or "") or "not finite" in (account.why_not or "")
+
+
+def test_metrics_of_a_script_that_trains_on_meanwhile_spoil_nothing(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the supervisor has died: what is written by then is a checkpoint, and has to be told of."""
+
+    def act(guard: rollback.Guard) -> None:
+        recent = guard._loop.run.record.recent
+
+        def meanwhile(**row: Any) -> str:
+            recent.append(row)
+            return metric_line(**row)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("rollback.train.last_snapshot.writers.metric_line", meanwhile)
+            keep(guard)
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert (account.why_not, account.checkpoint is not None) == (None, True)
 
 
 def test_the_sentinel_is_judged_ahead_as_it_will_be(tmp_path: Path, memory: Path) -> None:

@@ -1,5 +1,7 @@
 """When snapshots are due, and when room for them is made anew: an optimizer's state comes with its first gradient."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from toy import SETTINGS, Toy, facts, train
 
 import rollback
 from rollback.environment import ENV_APART
-from rollback.facts.training import Committed, Dropped, Saving
+from rollback.facts.training import Committed, Dropped, Saving, Trouble
 from rollback.train.comm.ranks import Ranks
 from rollback.train.loop import TrainingLoop
 from rollback.train.pass_rehearsal import PassRehearsal
@@ -125,6 +127,40 @@ def test_private_memory_is_made_where_there_are_no_slots_and_only_there(
     train(Toy(samples=40).with_settings(fast_tier=str(memory) if in_slots else "off"), tmp_path / "run")
     assert bool(made) is not in_slots
     assert {fact.tier for fact in facts(tmp_path / "run", Committed)} == {"fast" if in_slots else "durable"}
+
+
+def test_want_of_memory_for_a_copy_is_said_once_and_what_there_is_later_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a run would train for weeks without a checkpoint, and say so at its end."""
+    run, tried, ordinary = tmp_path / "run", list[int](), Staging._make
+
+    def refused(staging: Staging, size: int, device: torch.device | None) -> None:
+        tried.append(guard.step if guard is not None else 0)
+        if tried[-1] < 50:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        ordinary(staging, size, device)
+
+    monkeypatch.setattr(Staging, "_make", refused)
+    guard: rollback.Guard | None = None
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=list(torch.randn(100, 4, 4)), run=run,
+        **SETTINGS | {"snapshot_every": 10, "fast_tier": "off"},
+    )  # fmt: skip
+    for x in guard:
+        guard._loop.checkpoints.snapshots.wait()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    guard.close()
+    assert [fact.doing for fact in facts(run, Trouble)] == ["taking a checkpoint"]
+    assert {fact.step for fact in facts(run, Committed)} >= {60, 70, 80, 90, 100}
+    assert len(tried) < 10, f"it costs time: {tried}"
+    said = capsys.readouterr().err
+    assert said.count("no checkpoint can be taken: there is no memory for a copy") == 1
+    assert said.count("the checkpoint of step 60 could be written again") == 1
 
 
 def test_hosts_apart_whose_fast_tier_comes_back_smaller_write_into_it(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -279,6 +280,20 @@ def test_each_rank_stores_about_as_much_as_the_others(sizes: dict[str, int], ran
     assert owner == owners(dict(reversed(tensors.items())), range(ranks)), "the same on all ranks"
     load = [sum(sizes[name] for name in sizes if owner[name] == rank) for rank in range(ranks)]
     assert max(load) - min(load) <= max(sizes.values(), default=0)
+
+
+def test_among_ten_thousand_ranks_no_tensor_is_compared_with_all_of_them() -> None:
+    class Ranks(tuple[int, ...]):
+        gone_through = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.gone_through += 1
+            return super().__iter__()
+
+    ranks = Ranks(range(0, 20_000, 2))
+    owner = owners({f"{number:03}": torch.empty(1) for number in range(100)}, ranks)
+    assert [*owner.values()] == [*range(0, 200, 2)]
+    assert ranks.gone_through < 5
 
 
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(4), nn.LazyBatchNorm1d()], ids=["parameters", "buffers"])
