@@ -25,6 +25,7 @@ from rollback.cli.options.spelling import flags_of, spell_out
 from rollback.config import Settings
 from rollback.errors import ScriptRefused, UsageError
 from rollback.supervisor.diagnosis.outcome import Failures, Refusal
+from rollback.supervisor.torchrun import host
 from rollback.supervisor.torchrun.flags import FLAGS, RENDEZVOUS, Flag, endpoint_of, names_a_rendezvous, read_flags
 
 INSTALLED = flags_of(get_args_parser())
@@ -317,6 +318,19 @@ def test_what_a_rank_left_in_its_error_file_is_handed_on(short: bool, tmp_path: 
     )
     assert told.failures[0].message == "ValueError: no such sample"
     assert told.shortage is short
+
+
+def test_what_ranks_say_at_length_is_told_by_its_beginning_and_its_end(tmp_path: Path) -> None:
+    """A state that does not fit is told of with all of its keys. What is too long for a record, nobody reads."""
+    left = tmp_path / "error.json"
+    message = f"RuntimeError: missing: {'слой.weight, ' * 9_000}\nthat is all"
+    left.write_text(json.dumps({"message": {"message": message, "extraInfo": {"timestamp": "5"}}}))
+    told = describe(
+        ChildFailedError("train.py", {rank: failure(rank, 1, at=5, error_file=str(left)) for rank in range(8)})
+    )
+    assert len(json.dumps(told)) < host._ACCOUNT
+    kept = Failures.model_validate(told).failures[0].message or ""
+    assert (kept[:24], kept[-13:]) == (message[:24], message[-13:])
 
 
 def test_another_error_of_torchrun_names_itself() -> None:
