@@ -45,7 +45,7 @@ from rollback.agent.overrides import (
 from rollback.agent.shortage import RankNotForked, is_of_shortage
 from rollback.agent.store_connection import watch_connections
 from rollback.environment import ENV_PRELOAD, ENV_STANDBY, ENV_TORCHRUN
-from rollback.errors import UsageError
+from rollback.errors import UsageError, encodable
 from rollback.instructions import Instructions
 from rollback.system.durable import write_file
 
@@ -76,7 +76,7 @@ def describe(error: BaseException, sent: Mapping[int, int] | None = None) -> dic
     if error.__cause__ is not None and "See inner exception for details" in str(error):
         error = error.__cause__
     return {
-        "error": f"{type(error).__name__}: {error}".splitlines()[0],
+        "error": encodable(f"{type(error).__name__}: {error}".splitlines()[0]),
         "shortage": is_of_shortage(error) or any(each.get("shortage") is True for each in told.values()),
         "failures": [
             {
@@ -107,7 +107,7 @@ def _message(told: Mapping[str, Any], most: int) -> str | None:
     text = told.get("message")
     if not isinstance(text, str) or text == "<NONE>":
         return None
-    return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+    return encodable(text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}")
 
 
 def _wait_for_order(descriptor: int) -> None:

@@ -333,6 +333,18 @@ def test_what_ranks_say_at_length_is_told_by_its_beginning_and_its_end(tmp_path:
     assert (kept[:24], kept[-13:]) == (message[:24], message[-13:])
 
 
+def test_a_name_that_is_no_utf_8_spoils_no_account(tmp_path: Path) -> None:
+    """Python reads it with lone surrogates, which no reader of JSON but its own takes."""
+    name, left = os.fsdecode(b"/data/\xff"), tmp_path / "error.json"
+    left.write_text(json.dumps({"message": {"message": f"ValueError: {name}", "extraInfo": {"timestamp": "5"}}}))
+    told = describe(ChildFailedError("train.py", {0: failure(0, 1, at=5, error_file=str(left))}))
+    read = Failures.model_validate_json(json.dumps(told))
+    assert read.failures[0].message == r"ValueError: /data/\udcff"
+    assert Failures.model_validate_json(json.dumps(describe(OSError(name)))).error == r"OSError: /data/\udcff"
+    refused = Refusal.model_validate_json(json.dumps(UsageError(f"no {name}", hint=f"make {name}").fields))
+    assert (refused.message, refused.hint) == (r"no /data/\udcff", r"make /data/\udcff")
+
+
 def test_another_error_of_torchrun_names_itself() -> None:
     assert describe(RuntimeError("no\nrendezvous")) == {"error": "RuntimeError: no", "shortage": False, "failures": []}
     assert describe(RuntimeError("can't start new thread"))["shortage"]
