@@ -54,12 +54,18 @@ class RollbackError(Exception):
     @property
     def fields(self) -> dict[str, Any]:
         """For another process, as JSON: `RollbackError(**fields)` is the error there."""
+        hint = None if self.hint is None else encodable(self.hint)
         return {
-            "message": self.message, "hint": self.hint, "exit_code": int(self.exit_code), "refuses": self.refuses,
+            "message": encodable(self.message), "hint": hint, "exit_code": int(self.exit_code), "refuses": self.refuses,
         }  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+def encodable(text: str) -> str:
+    """A text that any reader of JSON takes: in a name that is no UTF-8 Python has lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def message_of(error: Exception) -> str:

@@ -45,11 +45,12 @@ from rollback.agent.overrides import (
 from rollback.agent.shortage import RankNotForked, is_of_shortage
 from rollback.agent.store_connection import watch_connections
 from rollback.environment import ENV_PRELOAD, ENV_STANDBY, ENV_TORCHRUN
-from rollback.errors import UsageError
+from rollback.errors import UsageError, encodable
 from rollback.instructions import Instructions
 from rollback.system.durable import write_file
 
 _PR_SET_PDEATHSIG = 1
+_MESSAGES = 128 << 10  # characters of what all ranks raised: the account goes to other hosts in a record of 1 MiB
 
 
 def end_with(supervisor: int) -> None:
@@ -75,14 +76,14 @@ def describe(error: BaseException, sent: Mapping[int, int] | None = None) -> dic
     if error.__cause__ is not None and "See inner exception for details" in str(error):
         error = error.__cause__
     return {
-        "error": f"{type(error).__name__}: {error}".splitlines()[0],
+        "error": encodable(f"{type(error).__name__}: {error}".splitlines()[0]),
         "shortage": is_of_shortage(error) or any(each.get("shortage") is True for each in told.values()),
         "failures": [
             {
                 "rank": rank,
                 "pid": failures[rank].pid,
                 "exitcode": failures[rank].exitcode,
-                "message": _message(told[rank]),
+                "message": _message(told[rank], _MESSAGES // len(order)),
                 "ended": failures[rank].exitcode == -(sent or {}).get(failures[rank].pid, 0) != 0,
                 "at": failures[rank].timestamp,
             }
@@ -102,9 +103,11 @@ def _told(recorded: object) -> dict[str, Any]:
     return recorded if isinstance(recorded, dict) else {"message": recorded}
 
 
-def _message(told: Mapping[str, Any]) -> str | None:
+def _message(told: Mapping[str, Any], most: int) -> str | None:
     text = told.get("message")
-    return text if isinstance(text, str) and text != "<NONE>" else None
+    if not isinstance(text, str) or text == "<NONE>":
+        return None
+    return encodable(text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}")
 
 
 def _wait_for_order(descriptor: int) -> None:

@@ -58,9 +58,9 @@ def import_ahead() -> None:
     before = dict(os.environ)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask the driver itself whether there is a GPU breaks forks
     for name in AHEAD:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):  # what is broken raises anything
             importlib.import_module(name)
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):
         _ = rollback.Guard  # its module is imported when it is first asked for
     os.environ.clear()
     os.environ.update(before)

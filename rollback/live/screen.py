@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 
 from rollback.supervisor.torchrun.output import Stream
-from rollback.system.durable import write_all
 from rollback.system.threads import start_thread
 
 _ROOM = 16 << 20  # bytes that wait to be written; beyond, output is not shown, and that is said
@@ -105,8 +104,13 @@ class Screen:
     def _write(self, stream: Stream, data: bytes) -> None:
         if stream in self._gone:
             return
+        descriptor, left = self._descriptors[stream], memoryview(data)
         try:
-            write_all(self._descriptors[stream], data)
+            while left:
+                try:
+                    left = left[os.write(descriptor, left) :]
+                except BlockingIOError:  # a program that shares our terminal has made it so, for all that have it open
+                    _takes_more(descriptor, None)
         except OSError:
             self._gone.add(stream)  # closed, full, or never there: a run does not end for want of an audience
 
@@ -117,8 +121,8 @@ class Screen:
         """Called by the screen's thread when everything is written."""
 
 
-def _takes_more(descriptor: int) -> bool:
-    """Whether a few words written there would not be waited for."""
+def _takes_more(descriptor: int, within: int | None = 0) -> bool:
+    """Whether a few words written there would not be waited for. within: milliseconds to wait for that; None: any."""
     stream = select.poll()
     stream.register(descriptor, select.POLLOUT)
-    return bool(stream.poll(0))
+    return bool(stream.poll(within))

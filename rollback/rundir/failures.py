@@ -18,6 +18,7 @@ from typing import get_args
 import xxhash
 from pydantic import BaseModel, Field
 
+from rollback.errors import encodable
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Window
 from rollback.system import files
@@ -150,7 +151,7 @@ def qualified_name(kind: type[BaseException]) -> str:
 
 def formatted(error: BaseException) -> str:
     """The traceback as Python would print it; the middle of a very long one is left out. Runs the error's `__str__`."""
-    text = _encodable("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    text = encodable("".join(traceback.format_exception(type(error), error, error.__traceback__)))
     if len(text) <= _TEXT_LIMIT:
         return text
     half = _TEXT_LIMIT // 2
@@ -160,7 +161,7 @@ def formatted(error: BaseException) -> str:
 def text_of(error: BaseException) -> str:
     """`str(error)`, shortened; an exception in its own `__str__` must not hide the error."""
     try:
-        return _encodable(str(error))[:_TEXT_LIMIT]
+        return encodable(str(error))[:_TEXT_LIMIT]
     except Exception as another:  # noqa: BLE001 - the user's code, at the worst of times
         return f"(its __str__ raised {type(another).__name__})"
 
@@ -170,7 +171,7 @@ def frames_of(error: BaseException, libraries: Sequence[Path]) -> list[Frame]:
     summary = traceback.extract_tb(error.__traceback__)
     own = [item for item in summary if not _is_in(item.filename, libraries)]
     return [
-        Frame(file=_encodable(Path(item.filename).name), function=item.name, line=item.lineno or 0)
+        Frame(file=encodable(Path(item.filename).name), function=item.name, line=item.lineno or 0)
         for item in (own or list(summary))[-_FRAMES:]
     ]
 
@@ -192,7 +193,3 @@ def fingerprint(error: str, message: str, frames: Iterable[Frame]) -> str:
 
 def _is_in(filename: str, libraries: Sequence[Path]) -> bool:
     return any(Path(filename).is_relative_to(library) for library in libraries)
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -11,6 +11,7 @@ right.
 """
 
 import contextlib
+import errno
 import fnmatch
 import json
 import os
@@ -188,7 +189,9 @@ def write_in_place(path: Path, body: bytes) -> None:
     """Overwrite the beginning of a file with one line and its hash; older bytes after them mean nothing. Raises
     OSError."""
     content = body + b"\n" + xxhash.xxh3_128_hexdigest(body).encode() + b"\n"
-    fd = files.open_file(path, os.O_WRONLY | os.O_CREAT)
+    if len(content) > LIMIT:
+        raise OSError(errno.EFBIG, f"a record of {len(body)} bytes, with its hash at most {LIMIT} are read", str(path))
+    fd = files.open_file(path, os.O_RDWR | os.O_CREAT)  # to make room, some C libraries read what is there
     try:
         if os.fstat(fd).st_size < (room := max(_ROOM, len(content))):
             os.posix_fallocate(fd, 0, room)

@@ -21,6 +21,7 @@ from rollback.system.processes import Alive, is_alive, start_of
 from rollback.system.small_json import read_json
 
 HOLDER_LIMIT = 1 << 16
+_WITHOUT_LOCKS = "; the file system has no locks (flock), so this is told by a file: where nobody is there, rm {}"
 
 
 class RunLock:
@@ -49,13 +50,15 @@ class RunLock:
             lock.acquire()
             file = _file_at(paths.lock)
         except filelock.Timeout as error:
+            by_file = isinstance(lock, filelock.SoftFileLock)  # which stays where a host has died
             raise RunInUse(
                 f"the run directory {paths.root} is in use by {_describe_holder(paths)}",
-                hint=_way_out(read_holder(paths) or {}),
+                hint=_way_out(read_holder(paths) or {}) + (_WITHOUT_LOCKS.format(paths.lock) if by_file else ""),
             ) from error
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks, and an old filelock
+            name, why = getattr(error, "filename", None), getattr(error, "strerror", None)
             raise RunDirectoryError(
-                f"taking the lock {paths.lock} ({error.filename or paths.lock.name}): {error.strerror or error}",
+                f"taking the lock {paths.lock} ({name or paths.lock.name}): {why or error}",
                 hint="the run directory must be a directory that this user can write to",
             ) from error
         try:

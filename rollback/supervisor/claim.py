@@ -151,6 +151,7 @@ class Claim:
     def __init__(self, paths: RunPaths, before: EarlierAttempts | None = None) -> None:
         self._paths, self.before = paths, before
         self._run_id = before.run_id if before is not None else None
+        self._looked_at: tuple[int, ...] | None = None  # run.json, as it was when it was read last
         with reporting(RunDirectoryError, f"looking at the run directory {paths.root}"):
             self._absent = [path for path in (paths.root, *paths.root.parents) if not path.exists()]
             self._lock_was_there = paths.lock.exists()
@@ -165,9 +166,15 @@ class Claim:
         """Raises RunInUse, as `RunLock.keep`; and RunDoesNotFit where the directory holds another run than it did: the
         ranks have found none, and begun one."""
         self._lock.keep()
+        state = self._looked_at
+        with contextlib.suppress(RunDirectoryError):  # of a disk that fails for a moment it is looked at again
+            state = _state_of(self._paths.identity)
+        if state == self._looked_at:
+            return
         present = read_identity(self._paths)
         if present is None:
             return
+        self._looked_at = state
         self._run_id = self._run_id or present.run_id
         if present.run_id != self._run_id:
             root = self._paths.root

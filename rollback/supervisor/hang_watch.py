@@ -46,7 +46,7 @@ class HangWatcher:
             return None
         records = in_order_of_blame(read_failures(self._paths.failures(attempt)).values())
         raised = {record.rank: record.error for record in records if not merely_noticed(record)}
-        suspicion = suspect(beats, states, raised, silence.mute)
+        suspicion = suspect(self._detector.beats, states, raised, silence.mute)
         reason = suspicion.reason
         if silence.stalled:
             reason = f"Python code runs, but no batch was finished; {reason}"

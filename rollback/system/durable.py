@@ -54,20 +54,27 @@ def append_lines(fd: int, lines: bytes, end: int) -> None:
     """Append lines to a file opened with O_RDWR and O_APPEND, where this writer has left its end: on disk when this
     returns, or not there at all.
 
-    What a disk refuses is truncated away, so that the next line does not continue a torn one, and the same lines can be
-    written again. A network file system says only when they are synced that it has no room, and has lost them then.
-    Raises OSError, also where another process has written since.
+    What a disk refuses is truncated away, or by the next call where the disk refuses that too, so that the next line
+    does not continue a torn one, and the same lines can be written again, with others behind them. A network file
+    system says only when they are synced that it has no room, and has lost them then. Raises OSError, also where
+    another process has written since.
     """
+    _take_back(fd, lines, end)  # what the disk did not let go when it refused them
     if (found := os.lseek(fd, 0, os.SEEK_END)) != end:
         raise OSError(f"another process has written to it: it has {found} bytes, and {end} when this one wrote last")
     try:
         write_all(fd, lines)
         os.fsync(fd)
     except BaseException:
-        there = os.pread(fd, len(lines) + 1, end)
-        if there and lines.startswith(there):  # else they are another's, who has the lock by now
-            os.ftruncate(fd, end)
+        _take_back(fd, lines, end)
         raise
+
+
+def _take_back(fd: int, lines: bytes, end: int) -> None:
+    """Truncate away what is there of these lines."""
+    there = os.pread(fd, len(lines) + 1, end)
+    if there and lines.startswith(there):  # else they are another's, who has the lock by now
+        os.ftruncate(fd, end)
 
 
 def open_regular(path: Path) -> BinaryIO:

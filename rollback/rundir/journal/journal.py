@@ -354,11 +354,15 @@ class Journal:
         with reporting(RunDirectoryError, f"opening the journal {path}", hint):
             files.make_directory(path.parent)
             self._fd = files.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            if reading.torn_bytes:
-                os.ftruncate(self._fd, reading.sound_bytes)
-            os.fsync(self._fd)
-            sync_directory(path.parent)
-            sync_directory(path.parent.parent)
+            try:
+                if reading.torn_bytes:
+                    os.ftruncate(self._fd, reading.sound_bytes)
+                os.fsync(self._fd)
+                sync_directory(path.parent)
+                sync_directory(path.parent.parent)
+            except BaseException:
+                self.close()
+                raise
         if self._indexing.blocks != read_index(path):
             write_index(path, self._indexing.blocks)
 

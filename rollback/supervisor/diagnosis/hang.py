@@ -123,6 +123,11 @@ class HangDetector:
         return silent if silent >= AT_EXIT else None
 
     @property
+    def beats(self) -> dict[int, Heartbeat]:
+        """The last heartbeat of each rank, also of one whose heartbeats cannot be read any more."""
+        return {rank: seen.beat for rank, seen in self._ranks.items()}
+
+    @property
     def trains(self) -> bool:
         """Whether a rank has done a step."""
         return bool(self._steps)

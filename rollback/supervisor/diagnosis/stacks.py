@@ -103,7 +103,7 @@ def _why_none(pid: int, state: str | None) -> str | None:
 def _handles(pid: int) -> bool:
     """Whether a process handles STACKS_SIGNAL, which would kill it otherwise."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return False
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
@@ -119,7 +119,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 def _read(pid: int, name: str) -> str | None:
     try:
-        return Path(f"/proc/{pid}/{name}").read_text().strip() or None
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip() or None
     except OSError:
         return None
 

@@ -304,10 +304,12 @@ class Host:
                 # Also when we fail ourselves: nothing that we started may go on writing to the run directory.
                 torchrun.kill()
                 torchrun.wait()
-                if not running.killed:  # torchrun is gone, and so is who would speak for ranks that do not answer
-                    ask_for_last_snapshot(self._paths, number, end_marks.ATTEMPT_ENDS)
-                patience = 0.0 if running.hopeless else _PATIENCE
-                until_ended(partial(self._end_processes, patience), self._audience.say)
+                try:
+                    if not running.killed:  # torchrun is gone, and so is who would speak for ranks that do not answer
+                        ask_for_last_snapshot(self._paths, number, end_marks.ATTEMPT_ENDS)
+                finally:
+                    patience = 0.0 if running.hopeless else _PATIENCE
+                    until_ended(partial(self._end_processes, patience), self._audience.say)
 
     def _end_processes(self, patience: float) -> None:
         """End what torchrun has started, for `patience` seconds by SIGTERM."""

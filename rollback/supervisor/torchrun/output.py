@@ -138,14 +138,18 @@ class Output:
             yield AttemptOutput(job)
             return
         ends: list[int] = []
-        over = threading.Event()
+        over, watched = threading.Event(), contextlib.ExitStack()
         try:  # one number may be that of two attempts: who leads after a lost leader counts from an older record
             pipes = Path(tempfile.mkdtemp(prefix=f"pipes-{attempt}-", dir=self.private))
             ends.append(self._own_pipe("out"))
             ends.append(self._own_pipe("err"))
-            pump = threading.Thread(target=self._pump, args=(pipes, over), name="rank output", daemon=True)
+            selector = watched.enter_context(selectors.DefaultSelector())
+            for source in self._sources:
+                selector.register(source.fd, selectors.EVENT_READ, source)
+            pump = threading.Thread(target=self._pump, args=(selector, pipes, over), name="rank output", daemon=True)
             start_thread(pump)
         except (OSError, RollbackError) as error:
+            watched.close()
             for fd in (*ends, *(source.fd for source in self._sources)):
                 os.close(fd)
             self._sources = []
@@ -231,11 +235,9 @@ class Output:
         self._sources.append(_Source(reading, f"{_TORCHRUN}.{stream}", stream, None))
         return writing
 
-    def _pump(self, pipes: Path, over: threading.Event) -> None:
-        """Handle the output until the attempt is over and all pipes are empty."""
-        with selectors.DefaultSelector() as selector:
-            for source in self._sources:
-                selector.register(source.fd, selectors.EVENT_READ, source)
+    def _pump(self, selector: selectors.BaseSelector, pipes: Path, over: threading.Event) -> None:
+        """Handle the output until the attempt is over and all pipes are empty. selector: has torchrun's own."""
+        with selector:
             while True:
                 last_time = over.is_set()  # read before the pipes: everything written before is read below
                 for source in self._new_ranks(pipes):

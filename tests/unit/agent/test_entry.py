@@ -25,6 +25,7 @@ from rollback.cli.options.spelling import flags_of, spell_out
 from rollback.config import Settings
 from rollback.errors import ScriptRefused, UsageError
 from rollback.supervisor.diagnosis.outcome import Failures, Refusal
+from rollback.supervisor.torchrun import host
 from rollback.supervisor.torchrun.flags import FLAGS, RENDEZVOUS, Flag, endpoint_of, names_a_rendezvous, read_flags
 
 INSTALLED = flags_of(get_args_parser())
@@ -317,6 +318,31 @@ def test_what_a_rank_left_in_its_error_file_is_handed_on(short: bool, tmp_path: 
     )
     assert told.failures[0].message == "ValueError: no such sample"
     assert told.shortage is short
+
+
+def test_what_ranks_say_at_length_is_told_by_its_beginning_and_its_end(tmp_path: Path) -> None:
+    """A state that does not fit is told of with all of its keys. What is too long for a record, nobody reads."""
+    left = tmp_path / "error.json"
+    message = f"RuntimeError: missing: {'слой.weight, ' * 9_000}\nthat is all"
+    left.write_text(json.dumps({"message": {"message": message, "extraInfo": {"timestamp": "5"}}}))
+    told = describe(
+        ChildFailedError("train.py", {rank: failure(rank, 1, at=5, error_file=str(left)) for rank in range(8)})
+    )
+    assert len(json.dumps(told)) < host._ACCOUNT
+    kept = Failures.model_validate(told).failures[0].message or ""
+    assert (kept[:24], kept[-13:]) == (message[:24], message[-13:])
+
+
+def test_a_name_that_is_no_utf_8_spoils_no_account(tmp_path: Path) -> None:
+    """Python reads it with lone surrogates, which no reader of JSON but its own takes."""
+    name, left = os.fsdecode(b"/data/\xff"), tmp_path / "error.json"
+    left.write_text(json.dumps({"message": {"message": f"ValueError: {name}", "extraInfo": {"timestamp": "5"}}}))
+    told = describe(ChildFailedError("train.py", {0: failure(0, 1, at=5, error_file=str(left))}))
+    read = Failures.model_validate_json(json.dumps(told))
+    assert read.failures[0].message == r"ValueError: /data/\udcff"
+    assert Failures.model_validate_json(json.dumps(describe(OSError(name)))).error == r"OSError: /data/\udcff"
+    refused = Refusal.model_validate_json(json.dumps(UsageError(f"no {name}", hint=f"make {name}").fields))
+    assert (refused.message, refused.hint) == (r"no /data/\udcff", r"make /data/\udcff")
 
 
 def test_another_error_of_torchrun_names_itself() -> None:

@@ -1,12 +1,15 @@
 """The fork server as torchrun's process uses it, where one of the two has been killed."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from warm_server import run_warm
+
+from rollback.agent import fork_server
 
 PRELOADED = """
 import json, os, signal
@@ -122,6 +125,16 @@ def test_a_rank_that_could_not_use_a_gpu_any_more_is_started_from_nothing(tmp_pa
         [sys.executable, "-c", SPOILED], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
     )
     assert done.stdout == "train.py 7 3 False\nended with 4\n"
+
+
+def test_what_is_broken_is_left_for_the_rank_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that does not fit another one raises what it likes when it is imported."""
+    (tmp_path / "does_not_fit.py").write_text("import math\nmath.mpq")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fork_server, "AHEAD", ("does_not_fit",))
+    before = {**os.environ}
+    fork_server.import_ahead()
+    assert {**os.environ} == before
 
 
 BESIDE = """

@@ -1,6 +1,7 @@
 """One process runs a run directory; the others are told who, and a dead holder is no obstacle."""
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 from warm_server import WarmPopen
 
@@ -286,3 +288,35 @@ def test_a_lock_that_cannot_be_looked_at_for_a_moment_ends_nothing(
     with pytest.raises(RunInUse):
         RunLock(paths, "rollback launch")
     held.release()
+
+
+class TestWithoutLocks:
+    """A file system that has none, as Lustre where it is mounted without `-o flock`."""
+
+    @pytest.fixture(autouse=True)
+    def no_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing(fd: int, how: int) -> None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+        monkeypatch.setattr(fcntl, "flock", missing)
+
+    @pytest.mark.filterwarnings("ignore:flock not supported")
+    def test_a_file_that_another_host_has_left_is_named_with_what_to_do(self, paths: RunPaths) -> None:
+        paths.root.mkdir(parents=True)
+        paths.lock.write_text("27\nanother-host\n1\n")
+        with pytest.raises(RunInUse) as refused:
+            RunLock(paths, "rollback launch")
+        assert refused.value.hint is not None
+        assert refused.value.hint.endswith(
+            f"; the file system has no locks (flock), so this is told by a file: where nobody is there, rm {paths.lock}"
+        )
+
+    def test_a_library_that_knows_no_other_way_is_no_traceback(
+        self, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
+
+        monkeypatch.setattr(filelock.FileLock, "acquire", refuse)  # as filelock 3.15 does
+        with pytest.raises(RunDirectoryError, match=r"taking the lock .* does not appear to support flock"):
+            RunLock(paths, "rollback launch")

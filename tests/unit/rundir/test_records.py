@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.rundir.heartbeats import Heartbeat, HostBeats, read_all_heartbeats, read_heartbeats, write_heartbeat
-from rollback.rundir.host_records import write_in_place
+from rollback.rundir.host_records import LIMIT, read_in_place, write_in_place
 from rollback.rundir.metrics.metric_lines import Metric, metric_line, read_last_metrics
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.skip_records import SkippedBatch, read_skipped
@@ -164,3 +164,29 @@ def test_a_record_that_a_full_disk_does_not_take_names_its_file(
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/node-1.json'"):
         write_in_place(tmp_path / "node-1.json", b"{}")
+
+
+def test_a_record_that_grows_is_taken_where_the_file_system_reserves_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS before 4.2, for one: there the C library reads a byte of each block that is there, and writes one of each
+    other block."""
+
+    def in_its_place(fd: int, offset: int, length: int) -> None:
+        for at in range(offset, offset + length, 4096):
+            if at >= os.fstat(fd).st_size or os.pread(fd, 1, at) == b"\0":
+                os.pwrite(fd, b"\0", at)
+
+    monkeypatch.setattr(os, "posix_fallocate", in_its_place)
+    for size in (100, 20_000):
+        write_in_place(tmp_path / "node-1.json", b"x" * size)
+        assert read_in_place(tmp_path / "node-1.json") == b"x" * size
+
+
+def test_a_record_that_nobody_would_read_is_refused_and_the_one_before_stays(tmp_path: Path) -> None:
+    """A file that has once been too large stays so, whatever is written into it later."""
+    path = tmp_path / "node-1.json"
+    write_in_place(path, b"{}")
+    with pytest.raises(OSError, match=f"a record of {LIMIT} bytes.*: '{path}'"):
+        write_in_place(path, b"x" * LIMIT)
+    assert read_in_place(path) == b"{}"

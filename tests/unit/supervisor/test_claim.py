@@ -16,9 +16,10 @@ from recorded_run import RecordedRun
 from rollback.errors import ExitCode, RollbackError, RunDirectoryError, RunDoesNotFit, RunInUse
 from rollback.facts.training import AttemptStarted, Finished
 from rollback.rundir import lock, seal
-from rollback.rundir.identity import JobIdentity, new_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor import claim as claim_module
 from rollback.supervisor.claim import Claim, claim_or_private, read_past
 from rollback.system import files
 
@@ -134,6 +135,25 @@ def test_a_new_directory_an_empty_one_and_what_a_crash_at_the_start_left_are_fin
     paths.holder.touch()
     paths.ranks.mkdir()
     assert read_past(paths).last_attempt == 0
+
+
+def test_a_run_json_that_stays_as_it_is_is_not_read_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at ten times a second until the ranks have attached, and of a large model it has megabytes."""
+    paths = RunPaths(tmp_path / "run")
+    claim = Claim(paths)
+    identity = new_identity(JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={}))
+    write_identity(paths, identity)
+    read = list[RunPaths]()
+    monkeypatch.setattr(claim_module, "read_identity", lambda paths: read.append(paths) or read_identity(paths))
+    for _ in range(3):
+        claim.keep()
+    assert read == [paths]
+    write_identity(paths, identity)
+    claim.keep()
+    assert read == [paths, paths]
+    claim.release()
 
 
 KILLED_EARLY = """

@@ -226,6 +226,32 @@ def test_lines_that_the_disk_refuses_to_sync_are_written_again(
     assert facts_of(path) == FACTS
 
 
+def test_a_part_of_a_line_that_the_disk_did_not_let_go_is_no_other_writer_s(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is away for a moment, after it has taken a part: it does not let itself be truncated either."""
+    journal = Journal(path, 1)
+    journal.append(FACTS[0])
+    really_write, synced = os.write, path.stat().st_size
+
+    def refuse(fd: int, *_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def take_a_part(fd: int, data: Any) -> int:
+        return really_write(fd, data[:20]) if path.stat().st_size == synced else refuse(fd)  # type: ignore[func-returns-value, return-value]
+
+    with monkeypatch.context() as disk:
+        disk.setattr(durable.os, "write", take_a_part)
+        disk.setattr(durable.os, "ftruncate", refuse)
+        for fact in FACTS[1:3]:
+            with pytest.raises(OSError, match="Input/output"):
+                journal.append(fact)
+    assert path.stat().st_size == synced + 20
+    journal.append(FACTS[3])
+    journal.close()
+    assert facts_of(path) == FACTS
+
+
 def test_what_another_writer_left_where_a_line_was_lost_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(path, FACTS[:1])
     synced, first, second = path.stat().st_size, Journal(path, 1), Journal(path, 2)
@@ -466,8 +492,10 @@ def test_a_journal_that_cannot_be_opened_for_writing_is_refused_with_what_to_do(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", refuse)
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(RunDirectoryError, match=r"opening the journal .*train\.jsonl: Input/output error"):
         Journal(path, 1)
+    assert os.listdir("/proc/self/fd") == before, "it is tried again with each fact"
 
 
 @pytest.fixture

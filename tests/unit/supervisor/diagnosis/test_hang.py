@@ -1,11 +1,20 @@
 """When a job hangs and on which rank, with heartbeats and a clock that the test makes."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollback.facts.training import Hung
 from rollback.rundir.heartbeats import LEAVING, Heartbeat
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor import hang_watch
 from rollback.supervisor.diagnosis.hang import AT_EXIT, FLOOR, SLOW_FLOOR, HangDetector, HangLimits, suspect
+from rollback.supervisor.hang_watch import HangWatcher
+from rollback.supervisor.nodes.nodes import Nodes
 
 
 def beat(step: int, *, moved: float = 0.0, looked: float = 0.0, doing: str = "training", **more: int) -> Heartbeat:
@@ -235,3 +244,24 @@ def test_what_a_disk_may_hold_back_ends_no_job_whose_ranks_compute() -> None:
 def test_a_rank_that_looks_and_does_not_move_is_not_unknown_because_it_computes() -> None:
     detector = HangDetector(HangLimits(after=10), began=0.0)
     assert any(detector.look(float(now), {0: beat(5, moved=1.0, looked=float(now))}, {0}) for now in range(1, 20))
+
+
+def test_a_silent_rank_whose_heartbeat_cannot_be_read_any_more_is_the_suspect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes from a disk where there is no board, and the disk may be what the rank waits for."""
+    now, beats = 0.0, {0: beat(5), 1: beat(5)}
+    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now)
+    nothing: dict[int, str] = {}
+    running: Any = SimpleNamespace(
+        attempt=1, beats=lambda: beats, beats_in_memory=dict, look=lambda: nothing, computing=set, take_stacks=tuple
+    )
+    watcher = HangWatcher(RunPaths(tmp_path), HangLimits(4.0), running, Nodes())
+    assert watcher.look() is None
+    found = None
+    while found is None:
+        now += 1.0
+        beats = {0: beat(5, looked=now)}
+        found = watcher.look()
+    assert isinstance(found, Hung)
+    assert (found.suspect, found.silent) == (1, 4.0)

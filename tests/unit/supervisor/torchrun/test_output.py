@@ -1,6 +1,8 @@
 """What the ranks print: kept in files for each rank, shown from the first, and lost only where the disk refuses."""
 
+import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -10,19 +12,24 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from launched import launched
 from waiting import wait_for
 
-from rollback.errors import RollbackError
+from rollback.checkpoints.fast_tier import slots
+from rollback.errors import RollbackError, RunDoesNotFit
 from rollback.live import screen as screen_module
 from rollback.live.screen import Screen
-from rollback.rundir.paths import RunPaths
+from rollback.rundir import seal
+from rollback.rundir.identity import Identity, JobIdentity, write_identity
+from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.supervisor.torchrun import host as host_module
 from rollback.supervisor.torchrun import output as output_module
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.host import Host
 from rollback.supervisor.torchrun.output import Output, Stream, user_decides
+from rollback.supervisor.torchrun.processes import descendants
 from rollback.terminal.messages import line_for
 
 JOB = LaunchedJob({}, "train.py", [])
@@ -200,6 +207,24 @@ def test_where_no_thread_can_be_made_the_output_is_torchrun_s_own_affair(
     assert "(starting a thread (rank output): can't start new thread); the run goes on" in said
 
 
+def test_where_pipes_cannot_be_watched_the_output_is_torchrun_s_own_affair(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks would else write into pipes that nobody empties, and wait for ever."""
+
+    def refused() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(output_module.selectors, "DefaultSelector", refused)
+    with Output(tmp_path, lambda attempt: tmp_path / "logs", listener).of_attempt(1, JOB) as streams:
+        assert (streams.job, streams.stdout, streams.stderr) == (JOB, None, None)
+        assert os.listdir("/proc/self/fd") == before, "there are too few as it is"
+    assert listener.said == [
+        f"making pipes in {tmp_path} fails (Too many open files); the run goes on, and what is lost is counted"
+    ]
+
+
 @pytest.mark.parametrize("to_be_had", [0, 1])
 def test_where_no_pipe_can_be_made_the_output_is_torchrun_s_own_affair(
     tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch, to_be_had: int
@@ -258,6 +283,38 @@ def test_what_ended_an_attempt_that_a_lost_leader_numbered_alike_is_forgotten(
         assert not paths.failure(2, 1).exists()
         assert forgotten == [2]
         wait_for(lambda: running.poll() is not None)
+    host.close()
+
+
+def test_what_an_attempt_started_is_ended_where_it_cannot_be_told_whose_run_it_was(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has changed the run.json of a sealed run meanwhile: that is refused, and no rank may go on."""
+    paths, key = RunPaths(tmp_path / "run"), tmp_path / "key"
+    paths.root.mkdir()
+    (tmp_path / "private").mkdir()
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    tier = slots.tier_of(tmp_path / "memory", "0123456789")
+    paths.fast_pointer.write_text(json.dumps({"format": FORMAT, "directory": str(tier.root)}))
+    job = JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={})
+    write_identity(paths, Identity(format=FORMAT, run_id="0123456789", created="", job=job))
+    monkeypatch.setenv(seal.ENV_SEAL, str(key))
+    host = Host(launched(paths, JOB), {}, tmp_path / "private", listener)
+    rank = "import time; print(flush=True); time.sleep(600)"
+    torchrun = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True)"
+    monkeypatch.setattr(host_module, "torchrun_command", lambda job, group: [sys.executable, "-c", torchrun])
+    left = list[psutil.Process]()
+
+    def attempt() -> None:
+        with host.attempt(1) as running:
+            wait_for(lambda: listener.shown["out"])
+            wait_for(lambda: running.poll() is not None)
+            left.extend(each for each in descendants() if rank in each.cmdline())
+
+    with pytest.raises(RunDoesNotFit):
+        attempt()
+    assert [each.is_running() for each in left] == [False]
     host.close()
 
 
@@ -446,6 +503,25 @@ def test_nobody_waits_for_a_slow_reader_and_what_is_not_shown_is_counted(
         f"rollback: {missed} bytes of output were not shown, since nobody read them; the logs have them",
         "rollback: over",
     ]
+
+
+def test_a_reader_is_waited_for_where_our_end_of_its_stream_does_not_block() -> None:
+    """As where another program of the same terminal has made it so: for all that have it open."""
+    (reading, writing), come = os.pipe(), bytearray()
+    for end in (reading, writing):
+        os.set_blocking(end, False)
+
+    def all_of_it_has_come() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            come.extend(os.read(reading, 1 << 16))
+        return len(come) == 1 << 18
+
+    with Screen(line_for, out=writing) as screen:
+        for _ in range(4):
+            screen.show("out", bytes(1 << 16))  # the pipe holds 64 KiB
+        wait_for(all_of_it_has_come)
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_last_word_that_nobody_reads_does_not_keep_a_launch_from_its_end() -> None:
