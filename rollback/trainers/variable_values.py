@@ -6,7 +6,7 @@ objects keep their state by themselves, or are made anew; a few of them are lost
 
 import marshal
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain, islice, repeat
 from numbers import Number
@@ -88,12 +88,12 @@ def put(present: Any, value: Any) -> Any:
     cannot be, the value."""
     match present, value:
         case dict(), dict():
-            own = dict(zip(present, _apart(present.values()), strict=True))
-            content = {key: put(own.get(key), item) for key, item in value.items()}
+            own = [present.get(key) for key in value]
+            content = dict(zip(value, _put_each(own, [*value.values()]), strict=True))
             present.clear()
             present.update(content)
         case list(), list():
-            present[:] = [put(*pair) for pair in zip(chain(_apart(present), repeat(None)), value, strict=False)]
+            present[:] = _put_each([*islice(chain(present, repeat(None)), len(value))], value)
         case set(), set():
             present.clear()
             present.update(value)
@@ -110,10 +110,13 @@ def put(present: Any, value: Any) -> Any:
     return present
 
 
-def _apart(parts: Collection[Any]) -> list[Any]:
-    """None in place of each that has another place, too: `hidden = [zeros] * 2`, of which each is set by itself."""
-    places = Counter(map(id, parts))
-    return [part if places[id(part)] == 1 else None for part in parts]
+def _put_each(parts: list[Any], values: list[Any]) -> list[Any]:
+    """The same for parts. One that has several places now, and has had another content in each, is not filled:
+    `hidden = [zeros] * 2`, of which each place is set by itself."""
+    wanted: dict[int, set[bytes]] = {}
+    for part, value in zip(parts, values, strict=True):
+        wanted.setdefault(id(part), set()).add(marshal.dumps(_encoded(value, _Budget()), 2))
+    return [put(part if len(wanted[id(part)]) == 1 else None, value) for part, value in zip(parts, values, strict=True)]
 
 
 def _is_like(present: Any, value: Any) -> bool:

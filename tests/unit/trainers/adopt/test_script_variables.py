@@ -326,6 +326,19 @@ def test_places_that_share_one_part_now_are_filled_each_with_its_own(make: Any) 
     assert zeros.tolist() == [0, 0], "the script may begin the next epoch with them"
 
 
+def test_places_that_share_one_part_and_have_had_one_content_share_it_still() -> None:
+    progress, row = ScriptProgress(), [1.0]
+    table = [row, row]
+    restored = BatchVariable(progress, in_place=True)
+    restored.restored_value(lambda: table)
+    restored.load_state_dict(copy.deepcopy(restored.state_dict()))
+    row.append(2.0)
+    progress.draws += 1
+    assert restored.restored_value(lambda: table) == ()
+    assert table == [[1.0], [1.0]]
+    assert table[0] is table[1] is row
+
+
 @pytest.mark.parametrize("present", [torch.zeros(1).expand(3), np.broadcast_to(np.zeros(1), 3)])
 def test_a_part_that_cannot_be_written_to_is_another_one(present: Any) -> None:
     progress, kept = ScriptProgress(), [torch.arange(3.0) if isinstance(present, torch.Tensor) else np.arange(3.0)]
