@@ -108,8 +108,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         "judged one by one, and where that does not help the run stops",
     )  # fmt: skip
     lr_after: Annotated[str | None, BeforeValidator(lambda given: given if given is None else str(given))] = Field(
-        None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", examples=["0.5:200"],
-        json_schema_extra={"metavar": "FACTOR:STEPS", "bounds": " with a FACTOR below 1"},
+        None, pattern=r"^0\.(0[1-9]\d{0,4}|[1-9]\d{0,5}):[1-9]\d{0,8}$", examples=["0.5:200"],
+        json_schema_extra={"metavar": "FACTOR:STEPS", "bounds": " with a FACTOR of at least 0.01, below 1"},
         description="where skipping does not help: replay with the learning rate times FACTOR for STEPS steps, then "
         "back over as many; lower still if the trouble comes back",
     )  # fmt: skip

@@ -45,7 +45,8 @@ and what it learns in the middle of a bad stretch makes good batches stand out."
 
 LEAST_RATE = 0.01
 """No answer lowers the learning rate to less than this share of the script's: what a hundredth of it does not cure, a
-lower one does not either. It bounds these answers, which `max_skipped` and `max_undone` do not."""
+lower one does not either. It bounds these answers, which `max_skipped` and `max_undone` do not. `lr_after` takes no
+lower factor."""
 
 MOST_ANSWERS = 20
 """Harder answers to one trouble. Each has a window half as long again as what was skipped before it. Where each undoes

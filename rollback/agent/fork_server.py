@@ -304,7 +304,7 @@ def run_script(
             code = read(file.read(), script)
         exec(code, main.__dict__)
     except SystemExit as left:
-        if left.code:
+        if left.code not in (None, 0):  # also of an empty text the status is 1
             raise
     except BaseException as error:  # noqa: BLE001 - this is where Python's own top level would be
         trimmed = error.with_traceback(_from_script_on(error, script))

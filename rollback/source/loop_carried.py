@@ -29,10 +29,10 @@ _OF_PARAMETERS = frozenset(("grad", "data", "param_groups"))
 
 def iteration_of(loop: Loop) -> "LoopIteration":
     """What happens to variables, and to attributes of variables (`self.beta`), in an iteration of a loop's body."""
-    iteration = LoopIteration()
+    iteration, known = LoopIteration(), set_by_head(loop)
     if isinstance(loop, ast.While):
-        iteration.read(loop.test, set())
-    iteration.run(loop.body, set_by_head(loop))
+        iteration.read(loop.test, known)
+    iteration.run(loop.body, known)
     return iteration
 
 
@@ -166,7 +166,8 @@ class LoopIteration:
                     if item.optional_vars is not None:
                         self._store(item.optional_vars, known)
                 return self.run(statement.body, known)
-            case ast.Try(body=body, handlers=handlers, orelse=other, finalbody=last):
+            case ast.stmt(body=body, handlers=handlers, orelse=other, finalbody=last):  # type: ignore[misc]
+                # ast.Try, and ast.TryStar of Python 3.11 on
                 before = {*known}
                 behind = self.run([*body, *other], known)
                 for handler in handlers:

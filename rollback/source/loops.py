@@ -320,9 +320,11 @@ class ScriptLoops(ScriptFile):
         return [other for other in loops if other is not loop and other in self.reached(loop)]
 
     def reached(self, loop: Loop) -> KeysView[ast.AST]:
-        """The body, and the bodies of what it calls in this file, as they were when this was first asked."""
+        """The body, what a `while` asks, and the bodies of what these call in this file, as they were when this was
+        first asked."""
         if loop not in self._reached:
-            self._reached[loop] = dict.fromkeys(self.reached_by(loop.body)).keys()
+            again = [loop.test, *loop.body] if isinstance(loop, ast.While) else loop.body
+            self._reached[loop] = dict.fromkeys(self.reached_by(again)).keys()
         return self._reached[loop]
 
     def _has_optimizer(self, loop: ast.For) -> bool:

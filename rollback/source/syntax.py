@@ -140,7 +140,10 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def last_name(call: ast.Call) -> str:
-    """`step` of `self.optimizer.step()`."""
+    """`step` of `self.optimizer.step()`. The chain of calls that it may be of can be long: it is not gone through."""
+    match call.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
     return ast.unparse(call.func).rpartition(".")[2]
 
 

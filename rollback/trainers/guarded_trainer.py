@@ -30,8 +30,14 @@ class GuardedTrainer(ABC):
         self._owners: dict[str, Any] = {}
 
     @classmethod
-    def protect(cls, trainer: Any, /, **settings: Any) -> Any:
+    def protect(cls, trainer: Any, /, *besides: Any, **settings: Any) -> Any:
         """Put a guard into the loop of a Trainer: `rollback.protect(trainer)`. Returns it."""
+        if besides:
+            raise UsageError(
+                f"rollback.protect got a {type(besides[0]).__name__} besides a Trainer",
+                hint="a Trainer has its model, optimizer and loader. What else has a state goes by a name: "
+                "rollback.protect(trainer, ema=ema)",
+            )
         if isinstance(getattr(getattr(trainer, cls.entry), "__self__", None), cls):
             raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
         cls.require_known(trainer)

@@ -91,7 +91,7 @@ class SavedFiles:
                     is_there = step > 0 or batches is not None
                     place = SavedAt(step, int(batches or step), bool(entry.get("ended"))) if is_there else None
                     found[str(entry["file"])] = place
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     continue  # a line that was being written when the process died, or the end of one
         return found
 

@@ -6,9 +6,10 @@ objects keep their state by themselves, or are made anew; a few of them are lost
 
 import marshal
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
-from itertools import chain, repeat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from itertools import chain, islice, repeat
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,13 @@ _NAMED: dict[str | None, Any] = {kind and kind.__name__: kind for kind in _MADE_
 _TYPE, MISSES = "type of", "too much"
 """Keys of such data: what is to be made, and that a value could not be kept."""
 ABSENT = Exception
-"""What reading a variable raises that is not there, or that a property makes."""
+"""What reading a variable raises that is not there, that a property makes, or that is an odd object."""
 _MOST = 1000
 """Items that a value may have, and 16 letters are one: each step's end has a copy of it."""
+_UNCHANGED = Number, Enum, frozenset, bytes
+"""Values, which no object of a new process has by itself."""
+_LOOKED_AT = 100
+"""Items that are looked at, at each step, of what may have very many."""
 _TELLS = frozenset(("avg", "average", "global_avg", "compute", "log_every"))
 """Names under which meters have their mean, or write it."""
 
@@ -37,12 +42,15 @@ _TELLS = frozenset(("avg", "average", "global_avg", "compute", "log_every"))
 def is_lost(value: Any, *, affects_training: bool) -> bool:
     """Whether a value is one that the script needs as it was, and that cannot be kept: weights that it has put
     aside, and what it trains by."""
-    if type(value) in _SINGLE or not (affects_training or (isinstance(value, dict) and _has_tensors(value))):
+    if type(value) in _SINGLE:
         return False
     try:
-        _encoded(value, _Budget())
+        if affects_training or (isinstance(value, dict) and _has_tensors(value)):
+            _encoded(value, _Budget())
     except _Unkept as error:
         return isinstance(error, _Lost) or is_meter(value)
+    except ABSENT:  # what has itself in it, or cannot be read
+        return True
     return False
 
 
@@ -80,24 +88,39 @@ def put(present: Any, value: Any) -> Any:
     cannot be, the value."""
     match present, value:
         case dict(), dict():
-            content = {key: put(present.get(key), item) for key, item in value.items()}
+            own = [present.get(key) for key in value]
+            content = dict(zip(value, _put_each(own, [*value.values()]), strict=True))
             present.clear()
             present.update(content)
         case list(), list():
-            present[:] = [put(*pair) for pair in zip(chain(present, repeat(None)), value, strict=False)]
+            present[:] = _put_each([*islice(chain(present, repeat(None)), len(value))], value)
         case set(), set():
             present.clear()
             present.update(value)
         case deque(), deque():
             present.clear()
             present.extend(value)
-        case Tensor(), Tensor() if (present.shape, present.dtype) == (value.shape, value.dtype):
-            present.copy_(value)
-        case np.ndarray(), np.ndarray() if (present.shape, present.dtype) == (value.shape, value.dtype):
-            present[...] = value
+        case (Tensor(), Tensor()) | (np.ndarray(), np.ndarray()) if _is_like(present, value):
+            try:
+                present[...] = value
+            except (RuntimeError, ValueError):  # as of one number in many places, by expand()
+                return value
         case _:
             return value
     return present
+
+
+def _put_each(parts: list[Any], values: list[Any]) -> list[Any]:
+    """The same for parts. One that has several places now, and has had another content in each, is not filled:
+    `hidden = [zeros] * 2`, of which each place is set by itself."""
+    wanted: dict[int, set[bytes]] = {}
+    for part, value in zip(parts, values, strict=True):
+        wanted.setdefault(id(part), set()).add(marshal.dumps(_encoded(value, _Budget()), 2))
+    return [put(part if len(wanted[id(part)]) == 1 else None, value) for part, value in zip(parts, values, strict=True)]
+
+
+def _is_like(present: Any, value: Any) -> bool:
+    return bool((present.shape, present.dtype) == (value.shape, value.dtype))
 
 
 class _Unkept(Exception):
@@ -106,7 +129,7 @@ class _Unkept(Exception):
 
 class _Lost(_Unkept):
     """Nothing else brings it back: more of it than may be kept at each step, a tensor that is not in the host's memory,
-    or a namedtuple and the like, whose class is the script's."""
+    another number than those, or a namedtuple and the like, whose class is the script's."""
 
 
 class _Budget:
@@ -146,19 +169,20 @@ def _encoded(value: Any, budget: _Budget) -> Any:
     if kind is Tensor:
         budget.spend(value.numel())
         has_graph = value.requires_grad and not budget.of_graph
-        if has_graph or value.device.type != "cpu" or value.layout is not torch.strided:
+        if has_graph or value.device.type != "cpu" or value.layout is not torch.strided or value.is_complex():
             raise _Lost
-        if value.is_complex():
-            raise _Unkept
         values = value.detach().flatten().tolist() if value.ndim else [value.item()]
         return {_TYPE: str(value.dtype), "shape": [*value.shape], "values": values}
-    if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in "biuf":
+    if kind is np.ndarray or isinstance(value, np.generic):
         budget.spend(value.size)
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:  # others are no numbers of Python's
+            raise _Lost
         of = "array" if kind is np.ndarray else "number"
         return {_TYPE: of, "dtype": value.dtype.name, "shape": [*value.shape], "values": value.flatten().tolist()}
     named = isinstance(value, tuple) and hasattr(value, "_fields")
-    fields = named or (is_dataclass(value) and kind.__dataclass_params__.frozen)
-    raise _Lost if fields else _Unkept
+    of_dataclass = getattr(kind, "__dataclass_params__", None)
+    frozen = of_dataclass is not None and of_dataclass.frozen
+    raise _Lost if named or frozen or isinstance(value, _UNCHANGED) else _Unkept
 
 
 def decoded(value: Any) -> Any:
@@ -189,20 +213,20 @@ def is_history(value: Any) -> bool:
     dict that has such a list."""
     match value:
         case dict():
-            return any(isinstance(item, list | deque) and is_history(item) for item in value.values())
+            return any(isinstance(item, list | deque) and is_history(item) for item in _first_of(value.values()))
         case list() | deque():
             return bool(value) and _has_numbers(value[0])
     return False
 
 
-def _has_numbers(value: Any) -> bool:
+def _has_numbers(value: Any, depth: int = 4) -> bool:
     match value:
         case int() | float() | np.number() | np.ndarray() | Tensor():
             return True
         case dict():
-            return any(map(_has_numbers, value.values()))
+            return _has_numbers([*_first_of(value.values())], depth)
         case list() | tuple():
-            return any(map(_has_numbers, value))
+            return depth > 0 and any(_has_numbers(item, depth - 1) for item in _first_of(value))
     return False
 
 
@@ -212,12 +236,20 @@ def is_meter(value: Any) -> bool:
     kept by."""
     match value:
         case dict():
-            return any(map(is_meter, value.values()))
+            return any(map(_adds_up, _first_of(value.values())))
         case list() | tuple():
-            return any(map(is_meter, value))
-        case nn.Module():
-            kept = bool(value.state_dict())
-        case _:
-            kept = hasattr(value, "load_state_dict")
+            return any(map(_adds_up, _first_of(value)))
+    return _adds_up(value)
+
+
+def _adds_up(value: Any) -> bool:
+    if type(value) in _SINGLE or isinstance(value, Tensor | np.ndarray):  # their names are many
+        return False
     names = {*dir(value)}
-    return not kept and "update" in names and not _TELLS.isdisjoint(names)
+    if "update" not in names or _TELLS.isdisjoint(names):
+        return False
+    return not (value.state_dict() if isinstance(value, nn.Module) else "load_state_dict" in names)
+
+
+def _first_of(items: Iterable[Any]) -> Iterator[Any]:
+    return islice(items, _LOOKED_AT)

@@ -629,7 +629,7 @@ def test_a_lower_rate_does_not_answer_what_has_not_come_back_and_what_has_no_che
     assert plan(incident(240, 243), back, RING, settings, spent).lower_rate == (0.5, 200)
 
 
-@pytest.mark.parametrize("wrong", ["0.5", "1.0:20", "0.5:0", "half:20", "-0.5:20"])
+@pytest.mark.parametrize("wrong", ["0.5", "1.0:20", "0.5:0", "half:20", "-0.5:20", "0.0:20", "0.009:20"])
 def test_what_is_no_factor_and_number_of_steps_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="lr_after"):
         Settings(lr_after=wrong)

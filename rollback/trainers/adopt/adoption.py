@@ -105,7 +105,7 @@ class Adoption:
     def end(self) -> None:
         """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
         raised = sys.exc_info()[1]
-        leaves = raised is None or (isinstance(raised, SystemExit) and not raised.code)
+        leaves = raised is None or (isinstance(raised, SystemExit) and raised.code in (None, 0))
         state, adopted = self._state, self._adopted
         if state is AdoptionState.LEFT or not leaves:
             return

@@ -170,9 +170,9 @@ class ScriptNotices:
                     self.say(f"rank {rank}: {text}")
 
     def _notice(self, text: str) -> None:
-        self.say(text)
-        if self.rank:
+        if self.rank and text not in self._said:  # it may be noticed at each step
             self._unshared.append(text)
+        self.say(text)
 
 
 def inexact(what: str) -> UsageError:

@@ -27,6 +27,8 @@ class ScriptLosses:
         """GradScaler.scale: the loss is what is handed to it, not what it returns."""
         scaled = original(scaler, outputs)
         pairs = zip(scaled, outputs, strict=True) if isinstance(outputs, (list, tuple)) else ((scaled, outputs),)
+        # One that nobody has any more was scaled for nothing, or its loss was told by a guard of a library's loop.
+        self._scaled = [item for item in self._scaled if item.tensor() is not None]
         for tensor, loss in pairs:
             if isinstance(tensor, Tensor) and isinstance(loss, Tensor):
                 self._scaled.append(_Scaled(weakref.ref(tensor), loss.detach(), partial(original, scaler)))
@@ -53,8 +55,7 @@ class ScriptLosses:
             return root.detach()
         for scaled in self._scaled:
             if scaled.tensor() is root:
-                # Of the others, those that nobody has any more were scaled for nothing.
-                self._scaled = [item for item in self._scaled if item is not scaled and item.tensor() is not None]
+                self._scaled = [item for item in self._scaled if item is not scaled]
                 return scaled.loss
         factor = self._scaled[-1].scale(torch.ones((), device=root.device))
         self._scaled.clear()

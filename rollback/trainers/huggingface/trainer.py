@@ -22,6 +22,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import transformers.trainer
@@ -180,7 +181,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         Trainer."""
         output = self._trainer.args.output_dir
         folder = get_last_checkpoint(output) if given is True else str(given)
-        if folder is None or os.path.realpath(os.path.dirname(folder)) != os.path.realpath(output):
+        if folder is None or os.path.realpath(Path(folder).parent) != os.path.realpath(output):
             return False
         return os.path.lexists(attach.run_paths(self._settings.get("run")).identity)
 

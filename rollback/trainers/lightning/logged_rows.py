@@ -72,7 +72,7 @@ class LoggedRows:
 def _read(path: Path) -> str:
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            return file.read()
+            return file.read().replace("\0", "")  # as a power cut leaves them at a file's end
     except (OSError, ValueError):
         return ""
 

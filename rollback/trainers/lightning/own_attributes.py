@@ -48,16 +48,20 @@ class OwnAttributes:
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self._loaded = {*kept}
-        for name in {**kept, **self.state_dict()}:
-            self._put(name, kept.get(name, self._first.get(name, _ABSENT)))
+        self._loaded, held = {*kept}, {**vars(self._module)}
+        states = {name: kept.get(name, self._first.get(name, _ABSENT)) for name in {**kept, **self.state_dict()}}
+        for name, state in states.items():
+            present = held.get(name)
+            alike = {marshal.dumps(states.get(other), 2) for other, item in held.items() if item is present}
+            self._put(name, state, present if len(alike) == 1 else None)
 
-    def _put(self, name: str, state: dict[str, Any]) -> None:
+    def _put(self, name: str, state: dict[str, Any], present: Any) -> None:
+        """present: what it is, to be filled; None where it is another attribute, too, that is to be something else."""
         held = vars(self._module)
         if name in self._others:
             return  # the script of a resumed run has made an object of it
         if "value" in state:
-            match held.get(name), decoded(state["value"]):
+            match present, decoded(state["value"]):
                 case list() as present, list() as value:
                     present[:] = value
                 case dict() as present, dict() as value:

@@ -14,6 +14,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from rollback.train.state.module_buffers import KEPT_ELSEWHERE
 from rollback.trainers.lightning.logged_rows import LoggedRows
 from rollback.trainers.lightning.own_attributes import OwnAttributes
 from rollback.trainers.saved_files import SavedAt, SavedFiles
+from rollback.trainers.variable_values import decoded, state_of
 
 _PROGRESS = (
     "batch_progress", "scheduler_progress", "automatic_optimization.optim_progress", "val_loop.batch_progress",
@@ -346,6 +348,8 @@ def _packed(value: Any, what: str) -> Any:
         return [type(value).__name__, *(_packed(item, what) for item in value)]
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
         return {"dict": {key: _packed(item, what) for key, item in value.items()}}
+    if isinstance(value, np.generic) and (state := state_of(lambda: value)):
+        return state
     raise UsageError(
         f"rollback.protect cannot keep {what}: there is a {type(value).__name__} in it",
         hint="its state_dict may have numbers, texts, None, whole tensors, and lists, tuples and dicts of these; hand "
@@ -361,5 +365,7 @@ def _unpacked(value: Any, device: torch.device | None = None) -> Any:
         return value
     if "dict" in value:
         return {key: _unpacked(item, device) for key, item in value["dict"].items()}
+    if "value" in value:
+        return decoded(value["value"])
     dtype = getattr(torch, value["dtype"])
     return torch.tensor(value["tensor"], dtype=dtype, device=device).reshape(value["shape"])

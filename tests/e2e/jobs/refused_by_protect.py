@@ -228,6 +228,7 @@ CASES: dict[str, Callable[[], object]] = {
     "a loop and steps of its own": lambda: with_own_loop(OwnSteps),
     "evaluated before": evaluated_before,
     "twice": twice,
+    "an average without a name": lambda: rollback.protect(trainer(), nn.Linear(2, 1)),
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
     "what the Trainer has by its name": lambda: rollback.protect(trainer(), max_steps=4).train(),
     "a scheduler by its name": with_a_scheduler_by_its_name,

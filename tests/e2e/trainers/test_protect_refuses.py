@@ -32,6 +32,7 @@ REFUSED = {
     "a loop of its own": ("OwnLoop trains in a loop of its own", "_inner_training_loop() of OwnLoop"),
     "a loop and steps of its own": ("OwnSteps trains in a loop of its own", "_inner_training_loop() of OwnSteps"),
     "twice": ("before", "call it once"),
+    "an average without a name": ("got a Linear besides a Trainer", "ema=ema"),
     "no setting": ("polcy", "policy"),
     "what the Trainer has by its name": ("got max_steps=", "a Trainer has it"),
     "a scheduler by its name": ("got scheduler=", "without a name"),

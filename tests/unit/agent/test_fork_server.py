@@ -181,6 +181,13 @@ def test_a_script_that_goes_to_another_folder_finds_what_lies_beside_it_and_its_
     assert done.stdout == f"folder/train.py\n{whole}\n{whole}\ndef train(): ...\n\nended with 0\n"
 
 
+@pytest.mark.parametrize(("code", "status"), [("''", 1), ("None", 0), ("False", 0)])
+def test_a_script_ends_with_the_status_that_python_makes_of_its_exit(tmp_path: Path, code: str, status: int) -> None:
+    (tmp_path / "train.py").write_text(f"import sys\nsys.exit({code})\n")
+    run = "from rollback.agent.fork_server import run_script; run_script(['train.py'])"
+    assert subprocess.run([sys.executable, "-c", run], check=False, cwd=tmp_path, timeout=60).returncode == status
+
+
 def test_a_script_that_is_no_python_is_told_as_python_tells_it(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/train.py").write_text("def f(:\n")

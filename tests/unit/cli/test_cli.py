@@ -471,7 +471,10 @@ class TestLaunchMistakes:
                 ["--checkpoint-every", "never", "train.py"],
                 "--checkpoint-every: 'never' is not of the form N|Nm|Nh",
             ),
-            (["--lr-after", "2", "train.py"], "is not of the form FACTOR:STEPS with a FACTOR below 1, such as 0.5:200"),
+            (
+                ["--lr-after", "2", "train.py"],
+                "is not of the form FACTOR:STEPS with a FACTOR of at least 0.01, below 1, such as 0.5:200",
+            ),
             (["--max-skipped", "200%", "train.py"], "'200%' is not of the form X% with X from 0 to 100, such as 5%"),
             (["--snapshot-every", "0", "train.py"], "--snapshot-every: 0 leaves nothing to restore"),
             (["--max-restarts", "-1", "train.py"], "--max-restarts: '-1' is not a number of restarts"),

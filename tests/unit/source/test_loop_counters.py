@@ -1,6 +1,7 @@
 """What a script counts, and carries from iteration to iteration: which of it is restored, and how it is asked for."""
 
 import ast
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,17 @@ def test_so_is_what_is_only_told_and_no_counter(behind: str, names: list[str]) -
         (name, False) for name in names
     ]
     assert not loop_counters(loops)
+
+
+def test_a_loop_that_takes_its_batch_in_its_head_trains_by_what_it_carries() -> None:
+    loops = ScriptLoops("while (x := next(it, None)) is not None:\n  f(x, tau).backward()\n  tau *= 0.9")
+    assert [(count.name, count.trains, count.restored) for count in loop_counters(loops)] == [("tau", True, False)]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="except* is of Python 3.11")
+def test_what_is_set_beside_the_catching_of_an_exception_group_is_carried() -> None:
+    source = "for x in loader:\n  try: f(x, tau).backward()\n  except* ValueError: tau = tau * 0.9"
+    assert [variable.name for variable in loop_variables(ScriptLoops(source))] == ["tau"]
 
 
 def test_a_function_of_the_script_may_be_called_next() -> None:

@@ -43,6 +43,7 @@ for rank in range(2):
         "spawn(main)",
         "this is no Python",
         "\0",
+        f"x = table{'.next()' * 500}",
     ],
 )
 def test_nothing_else_is_taken_for_it(source: str) -> None:

@@ -54,3 +54,21 @@ def test_an_average_that_a_callback_keeps_from_the_trainings_begin_is_named(tmp_
     told = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "copies-not-kept"]
     assert len(told) == (not has_state), told
     assert all("writes to Averaging.average, " in text for text in told)
+
+
+@pytest.mark.parametrize("given", ["checkpoint-2", "checkpoint-2/", "./checkpoint-2", "link/checkpoint-2/"])
+def test_a_folder_of_this_run_is_left_aside_however_a_script_writes_it(tmp_path: Path, given: str) -> None:
+    """`sorted(glob("out/checkpoint-*/"))[-1]` ends with a slash."""
+    pytest.importorskip("transformers")
+    from transformers import Trainer, TrainingArguments
+
+    (tmp_path / "link").symlink_to(tmp_path)
+    for steps in (2, 4):
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=steps, per_device_train_batch_size=1, use_cpu=True, report_to="none", save_steps=2,
+            disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 8
+        trainer = rollback.protect(Trainer(Line(), arguments, train_dataset=rows), run=tmp_path / "run")
+        trainer.train(resume_from_checkpoint=f"{tmp_path}/{given}" if steps == 4 else None)
+    assert trainer.state.global_step == 4

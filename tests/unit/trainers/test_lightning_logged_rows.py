@@ -53,6 +53,19 @@ def test_a_job_that_is_started_again_has_all_rows_in_its_new_file(
     assert text(again) == as_it_was
 
 
+def test_zeros_that_a_power_cut_has_left_are_no_rows(loggers: Any, tmp_path: Path) -> None:
+    first = loggers.CSVLogger(tmp_path)
+    rows = LoggedRows(first)
+    rows.state_dict()
+    log(first, 1, 2)
+    kept, as_it_was = rows.state_dict(), text(first)
+    with open(Path(first.log_dir, "metrics.csv"), "ab") as file:
+        file.write(bytes(200_000))
+    again = loggers.CSVLogger(tmp_path)
+    LoggedRows(again).load_state_dict(kept)
+    assert text(again) == as_it_was
+
+
 def test_rows_that_were_logged_before_the_training_stay(loggers: Any, tmp_path: Path) -> None:
     logger = loggers.CSVLogger(tmp_path)
     rows = LoggedRows(logger)

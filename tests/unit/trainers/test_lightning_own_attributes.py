@@ -141,3 +141,20 @@ def test_activations_that_a_step_leaves_behind_are_no_history(make: Any, capfd: 
     attributes.load_state_dict(attributes.state_dict())
     assert attributes.state_dict() == {}
     assert "stays as it is" not in capfd.readouterr().err
+
+
+def test_two_attributes_that_have_one_object_now_are_two_again(make: Any) -> None:
+    """`self.best = self.last = {}`, of which training has set each by itself."""
+    module, attributes = make()
+    module.best, module.late = {"step": 3}, {"step": 7}
+    kept = attributes.state_dict()
+    other, again = make()
+    other.late = other.best
+    again.load_state_dict(kept)
+    assert (other.best, other.late) == ({"step": 3}, {"step": 7})
+    shared = other.losses = other.late = [1.0]
+    kept = again.state_dict()
+    shared.append(2.0)
+    again.load_state_dict(kept)
+    assert shared == [1.0]
+    assert other.losses is other.late is shared

@@ -1,9 +1,11 @@
 """What is asked of Lightning at each step is the same as what a look at all of it would find."""
 
+import json
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sharding import fully_sharded, one_rank
@@ -130,3 +132,12 @@ def test_a_sharded_average_in_a_callback_is_refused_with_what_keeps_it(state: An
         with pytest.raises(UsageError, match="the state of EMA: there is a DTensor in it") as refused:
             state._packed({"average": model.state_dict()}, "the state of EMA")
     assert "rollback.protect(trainer, ema=ema)" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("number", [np.float64(0.1), np.float32("nan"), np.int8(-3), np.bool_(True)])
+def test_a_number_of_numpy_in_a_callback_comes_back_as_it_was(state: Any, number: np.generic) -> None:
+    """As `self.best = np.mean(losses)` is, behind the first validation: too late for a refusal."""
+    kept = json.loads(json.dumps(state._packed({"best": [number]}, "the state of a callback")))
+    (found,) = state._unpacked(kept)["best"]
+    assert type(found) is type(number)
+    assert repr(found) == repr(number)

@@ -180,7 +180,8 @@ def test_what_is_no_note_is_passed_over(tmp_path: Path, folder: Path) -> None:
     files = SavedFiles(tmp_path / "run")
     save(files, folder / "20.ckpt", 20)
     with open(tmp_path / "run" / "saved-files.jsonl", "a", encoding="utf-8") as notes:
-        notes.write('[]\n{"file": 3}\nnonsense\n{"file": "/nowhere", "step": 40')
+        notes.write('[]\n{"file": 3}\nnonsense\n{"file": "/x", "step": Infinity}\n')
+        notes.write(f'{"[" * 100_000}\n{{"file": "/nowhere", "step": 40')
     files.set_aside(SavedAt(10, 20), [str(folder)])
     assert names(folder) == ["undone-20.ckpt"]
 

@@ -1,5 +1,6 @@
 """When a script that is adopted is at its end."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -67,6 +68,21 @@ def test_a_script_that_leaves_its_loop_when_it_is_told_to_stop_has_not_come_to_i
     adoption._move(ScriptEvent.PASS_BEGAN)
     adoption.end()
     assert done == (["given up"] if told else ["finished", "closed"])
+
+
+@pytest.mark.parametrize(("code", "ends"), [(None, True), (0, True), (1, False), ("", False), ("no data", False)])
+def test_a_script_that_exits_has_come_to_its_end_with_the_status_0(code: Any, ends: bool) -> None:
+    """Of a text, also of an empty one, Python makes the status 1."""
+    done: list[str] = []
+    adoption = Adoption(strict=False)
+    guard = cast(Guard, SimpleNamespace(close=lambda *, given_up: done.append("closed")))
+    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
+    adoption._move(ScriptEvent.GUARD_MADE)
+    try:
+        sys.exit(code)
+    except SystemExit:
+        adoption.end()
+    assert done == ["closed"] * ends
 
 
 def test_batches_of_another_loader_come_from_an_iterator_with_all_that_it_has() -> None:

@@ -72,6 +72,21 @@ def test_what_rank_1_notices_rank_0_says_once(
     assert "rank 1: odd" in capsys.readouterr().err
 
 
+def test_what_another_rank_notices_at_each_step_it_tells_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("rollback.train.comm.ranks.Ranks.__init__", lambda ranks: None)
+    shared: list[list[str]] = []
+    monkeypatch.setattr("rollback.train.comm.ranks.Ranks.from_each", lambda ranks, told: shared.append([*told]) or [])
+    notices = ScriptNotices(strict=False)
+    for step in range(100, 105):
+        notices.note_inexact("does odd things", step)
+    notices.share()
+    notices.note_inexact("does odd things", 105)
+    notices.share()
+    assert [*map(len, shared)] == [1, 0]
+
+
 def test_another_training_ends_a_strict_script_only(capsys: pytest.CaptureFixture[str]) -> None:
     ScriptNotices(strict=False).end_of_guard("trains again")
     assert "not protected from here on: the script trains again" in capsys.readouterr().err

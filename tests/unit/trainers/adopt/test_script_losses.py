@@ -1,5 +1,6 @@
 """What a guard is told of what a script calls backward() on."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,14 @@ def test_of_a_scaled_loss_the_loss_is_told() -> None:
     scaled = losses.scale(lambda scaler, outputs: outputs * 1024, None, torch.tensor(3.0))
     losses.of(scaled)
     assert losses.of(torch.tensor(4.0)) == [3.0, 4.0]
+
+
+def test_of_losses_that_are_scaled_and_never_told_none_stays() -> None:
+    """As under the Trainer of a library, whose own guard is told of them."""
+    losses, gone = ScriptLosses(), list[weakref.ref[Tensor]]()
+    for _ in range(5):
+        loss = torch.tensor(3.0)
+        scaled = losses.scale(by_1024, None, loss)
+        gone.append(weakref.ref(losses._scaled[-1].loss))
+        del loss, scaled
+    assert [reference() for reference in gone[:-1]] == [None] * 4

@@ -2,6 +2,8 @@
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -219,6 +221,30 @@ class Rates(NamedTuple):
     tau: float
 
 
+@dataclass(frozen=True)
+class Config:
+    tau: float
+
+
+class Phase(Enum):
+    WARM = 1
+
+
+class Lookup:
+    """Raises a KeyError for a name that it does not have."""
+
+    def __getattr__(self, name: str) -> float:
+        if name.startswith("__"):  # pytest asks for one
+            raise AttributeError(name)
+        return {"loss": 0.5}[name]
+
+
+def within_itself() -> dict[str, Any]:
+    found = dict[str, Any]()
+    found["whole"] = found
+    return found
+
+
 @pytest.mark.parametrize(
     ("value", "affects_training", "told"),
     [
@@ -238,6 +264,16 @@ class Rates(NamedTuple):
         (Rates(0.5), True, True),
         ({"loss": Thing()}, True, False),
         ([Thing(), *range(2000)], True, True),
+        (Config(0.5), True, True),
+        (Config, True, False),
+        ({"weight": torch.zeros(20), "config": Config}, False, False),
+        (Phase.WARM, True, True),
+        (1 + 2j, True, True),
+        (torch.zeros(2, dtype=torch.complex64), True, True),
+        (np.longdouble(0.5), True, True),
+        (within_itself(), True, True),
+        (within_itself(), False, True),
+        (Lookup(), True, False),
         (3, True, False),
     ],
 )
@@ -273,6 +309,58 @@ def test_what_is_filled_in_place_keeps_its_parts() -> None:
     assert mean.tolist() == [0, 0]
     assert value["parts"][0] is inner
     assert inner == [1.0]
+
+
+@pytest.mark.parametrize("make", [list, lambda parts: dict(enumerate(parts))])
+def test_places_that_share_one_part_now_are_filled_each_with_its_own(make: Any) -> None:
+    """`hidden = [zeros] * 2`, of which the loop sets each place: a process that resumes has the zeros twice."""
+    progress, zeros = ScriptProgress(), torch.zeros(2)
+    restored = BatchVariable(progress, in_place=True)
+    hidden = make([torch.ones(2), torch.full((2,), 2.0)])
+    restored.restored_value(lambda: hidden)
+    restored.load_state_dict(copy.deepcopy(restored.state_dict()))
+    hidden = make([zeros, zeros])
+    progress.draws += 1
+    assert restored.restored_value(lambda: hidden) == ()
+    assert [hidden[place].tolist() for place in (0, 1)] == [[1, 1], [2, 2]]
+    assert zeros.tolist() == [0, 0], "the script may begin the next epoch with them"
+
+
+def test_places_that_share_one_part_and_have_had_one_content_share_it_still() -> None:
+    progress, row = ScriptProgress(), [1.0]
+    table = [row, row]
+    restored = BatchVariable(progress, in_place=True)
+    restored.restored_value(lambda: table)
+    restored.load_state_dict(copy.deepcopy(restored.state_dict()))
+    row.append(2.0)
+    progress.draws += 1
+    assert restored.restored_value(lambda: table) == ()
+    assert table == [[1.0], [1.0]]
+    assert table[0] is table[1] is row
+
+
+@pytest.mark.parametrize("present", [torch.zeros(1).expand(3), np.broadcast_to(np.zeros(1), 3)])
+def test_a_part_that_cannot_be_written_to_is_another_one(present: Any) -> None:
+    progress, kept = ScriptProgress(), [torch.arange(3.0) if isinstance(present, torch.Tensor) else np.arange(3.0)]
+    restored = BatchVariable(progress, in_place=True)
+    restored.restored_value(lambda: kept)
+    restored.load_state_dict(copy.deepcopy(restored.state_dict()))
+    hidden = [present]
+    progress.draws += 1
+    assert restored.restored_value(lambda: hidden) == ()
+    assert hidden[0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("value", [{place: Thing() for place in range(5000)}, [Thing() for _ in range(5000)]])
+def test_at_each_step_only_the_first_ones_of_many_objects_are_looked_at(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(Thing, "__dir__", lambda self: looked.append(self) or [])
+    restored = LoggedVariable(ScriptProgress())
+    restored.restored_value(lambda: value)
+    assert restored.state_dict() == {}
+    assert 0 < len(looked) < 500
 
 
 def test_an_attribute_of_an_object_that_is_not_there_is_missed_and_one_that_an_object_lacks_is_set() -> None:
@@ -364,7 +452,7 @@ def test_a_history_that_was_empty_is_so_behind_a_rollback(in_place: bool, behind
      ([], False), (["text"], False), ({"loss": torch.zeros(99)}, False), (Thing(), False), (2.5, False),
      ([(5, 0.5)], True), ([{"loss": 0.5}], True), ([torch.zeros(2)], True), ({"loss": [0.5]}, True),
      ([("a", "b")], False),
-     (Meter(), True), ({"loss": Meter()}, True), (Logger(), True)],
+     (Meter(), True), ({"loss": Meter()}, True), (Logger(), True), (Lookup(), False), (within_itself(), False)],
 )  # fmt: skip
 def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
     found: list[str] = []
