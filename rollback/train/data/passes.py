@@ -93,6 +93,7 @@ class Passes:
         self._sought: SoughtPass | None = None
         self.epochs_in_words = "guard.epochs({})"
         self._loop = OuterLoop.SCRIPT
+        self._ended_by: str | None = None  # of guard.epochs(), where that has ended the training
         self._behind_the_end = 0  # passes that have begun there
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
@@ -203,13 +204,18 @@ class Passes:
 
     def epochs(self, count: int, end: Callable[[str], bool] = lambda by: True) -> Iterator[int]:
         """The epochs from where the run stands to `count`, each for one body of the script's loop (`Guard.epochs`).
-        end: `Guard.finish`, called after the last epoch; False: training has moved."""
+        end: `Guard.finish`, called after the last epoch; False: training has moved. Raises UsageError where training is
+        over by fewer epochs."""
+        if self._ended_by is not None and count > self._cursor.epoch:
+            raise _over(self._ended_by)
         try:
             while self.state is not PassState.LAST:
                 number = self._sought.number if self._sought else self._cursor.epoch + self._in_broken_epoch()
                 if number >= count:
                     self._loop = OuterLoop.ASKING
-                    if end(self.epochs_in_words.format(count)):
+                    by = self.epochs_in_words.format(count)
+                    if end(by):
+                        self._ended_by = by
                         return
                     continue
                 self._loop, self._next = OuterLoop.HANDED_OUT, number
@@ -223,8 +229,11 @@ class Passes:
             self._loop = OuterLoop.SCRIPT
 
     def _require_an_end(self) -> None:
-        """Raise UsageError where the script begins passes behind the end of training for ever: it would be at work, by
-        all that can be seen from outside, and do nothing."""
+        """Raise UsageError where the script begins a pass behind the last of guard.epochs(), which would be empty. Else
+        its loop may only be one that the end has cut short. But it may not begin passes for ever: it would be at work,
+        by all that can be seen from outside, and do nothing."""
+        if self._ended_by is not None:
+            raise _over(self._ended_by)
         self._behind_the_end += 1
         if self._behind_the_end >= _BEHIND_THE_END:
             raise UsageError(
@@ -263,6 +272,15 @@ def _steps_of(scheduler: Any) -> int:
     while not hasattr(scheduler, "last_epoch"):
         scheduler = scheduler._schedulers[0]
     return int(scheduler.last_epoch)
+
+
+def _over(by: str) -> UsageError:
+    return UsageError(
+        f"training is complete, by {by}, and the script loops over the guard again: no checkpoint would keep what it "
+        "trains there",
+        hint="count all epochs in one `guard.epochs(n)`, also where they are of several phases: the same command then "
+        "goes on from this end. What trains nothing, as an evaluation, takes its batches from the loader",
+    )
 
 
 def _stepped_by_metric(epoch: int) -> RollbackError:
