@@ -15,6 +15,7 @@ that goes on: its last pass begins again and ends at once, so that the script do
 pass begins. Where an operator has asked the run to go back, it does so first, and that pass has batches.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -83,6 +84,31 @@ class SoughtPass:
     """Whether the script has changed by then what was restored."""
 
 
+class _PassStarts:
+    """What the script had done where each pass began, by its number: what it had made of `requires_grad` and of modes,
+    and how often it had stepped each scheduler there. Kept where it was otherwise than at the pass before: of an epoch
+    with one batch a run has millions."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._told: list[tuple[Mapping[str, Any], list[int]]] = []
+        self._newest = -1
+
+    def note(self, number: int, switches: Mapping[str, Any], steps: list[int]) -> None:
+        """A pass begins. Later ones will begin again."""
+        kept = bisect_left(self._numbers, number)
+        del self._numbers[kept:], self._told[kept:]
+        if self._told[-1:] != [(switches, steps)]:
+            self._numbers.append(number)
+            self._told.append((switches, steps))
+        self._newest = number
+
+    def at(self, number: int) -> tuple[Mapping[str, Any] | None, list[int]]:
+        """None and no steps: that pass has not begun in this process."""
+        known = bisect_right(self._numbers, number) if number <= self._newest else 0
+        return self._told[known - 1] if known else (None, [])
+
+
 class Passes:
     """Counts passes. The same on all ranks, since the script's loops are the same."""
 
@@ -96,8 +122,7 @@ class Passes:
         self._ended_by: str | None = None  # of guard.epochs(), where that has ended the training
         self._behind_the_end = 0  # passes that have begun there
         self._steps_at_end: list[int] | None = None
-        self._boundary_steps: dict[int, list[int]] = {}
-        self._switches_at: dict[int, Mapping[str, Any]] = {}
+        self._starts = _PassStarts()
         self._next = 0  # number of the pass that begins next
         self._own_epoch: int | None = None  # the epoch of the first pass, by the script's own count
         self.state = PassState.NONE
@@ -193,10 +218,9 @@ class Passes:
         Raises RollbackError where such a step was made by a metric: an attempt that resumes in the earlier epoch has
         the script do its work between the two itself.
         """
-        self._switches.put_back(self._switches_at.get(self._cursor.epoch))
-        for scheduler, count in zip(
-            self._schedulers, self._boundary_steps.get(self._cursor.epoch, [0] * len(self._schedulers)), strict=True
-        ):
+        switches, steps = self._starts.at(self._cursor.epoch)
+        self._switches.put_back(switches)
+        for scheduler, count in zip(self._schedulers, steps or [0] * len(self._schedulers), strict=True):
             if count and isinstance(scheduler, ReduceLROnPlateau):
                 raise _stepped_by_metric(self._cursor.epoch)
             for _ in range(count):
@@ -244,12 +268,9 @@ class Passes:
             )
 
     def _note_boundary(self, number: int) -> None:
-        self._switches_at[number] = self._switches.state_dict()
-        if self._steps_at_end is not None:
-            now = [*map(_steps_of, self._schedulers)]
-            self._boundary_steps[number] = [
-                max(0, after - before) for after, before in zip(now, self._steps_at_end, strict=True)
-            ]
+        now = [*map(_steps_of, self._schedulers)]
+        each = zip(now, self._steps_at_end or now, strict=True)
+        self._starts.note(number, self._switches.state_dict(), [max(0, after - before) for after, before in each])
         self._steps_at_end = None
 
     def _stands_behind_an_epoch(self) -> bool:
