@@ -121,6 +121,7 @@ class Guard:
 
     # The loop ------------------------------------------------------------------------------------------------------
 
+    @refusing
     def epochs(
         self, count: int, *, rehearse: Callable[[], Any] | None = None, resume_between: bool = False
     ) -> Iterator[int]:

@@ -232,6 +232,9 @@ class Passes:
         over by fewer epochs."""
         if self._ended_by is not None and count > self._cursor.epoch:
             raise _over(self._ended_by)
+        return self._handed_out(count, end)
+
+    def _handed_out(self, count: int, end: Callable[[str], bool]) -> Iterator[int]:
         try:
             while self.state is not PassState.LAST:
                 number = self._sought.number if self._sought else self._cursor.epoch + self._in_broken_epoch()
