@@ -121,6 +121,7 @@ class Guard:
 
     # The loop ------------------------------------------------------------------------------------------------------
 
+    @refusing
     def epochs(
         self, count: int, *, rehearse: Callable[[], Any] | None = None, resume_between: bool = False
     ) -> Iterator[int]:
@@ -134,14 +135,16 @@ class Guard:
         nothing of it counts: all that the guard keeps is put back. Default: the loop is empty in such an epoch.
         resume_between: the code behind that loop uses no value that the loop's body sets, but for those of `keep`. So a
         run may also resume behind an epoch's last batch, and do that code again: a death there costs no step.
-        Raises UsageError where `count` is not a whole number, and where a body did not iterate over the guard.
+        Behind the last epoch training is over. Raises UsageError where the script loops over the guard again then, also
+        by another `guard.epochs`; where `count` is not a whole number, and where a body did not iterate over the guard.
         """
         self._loop.pass_rehearsal.make, self._loop.batches.resumes_between = rehearse, resume_between
         return self._loop.passes.epochs(arguments.whole_number(count, "guard.epochs got count"), self.finish)
 
     @refusing
     def finish(self, by: str) -> bool:
-        """Training ends here, and not at `max_steps` or behind `guard.epochs`; `by`: what says so. All ranks alike.
+        """Training ends here, and not at `max_steps` or behind `guard.epochs`; `by`: what says so. All ranks alike. As
+        behind `max_steps`, the guard hands out no more batches then.
 
         False where the last update was judged to demand a return: training stands elsewhere then, and goes on."""
         return self._loop.finish(by)

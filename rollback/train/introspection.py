@@ -67,11 +67,13 @@ def locals_of(frame: FrameType) -> list[tuple[str, Any]]:
 
 def _held_by(thing: Any) -> list[tuple[str, Any]]:
     if type(thing) in (list, tuple, dict):  # others, as of lazy imports, may do something when they are asked
-        items = thing.items() if type(thing) is dict else enumerate(thing)
-        return [(f"[{_key_in_words(key)}]", held) for key, held in items] if len(thing) <= _FEW else []
+        if len(thing) > _FEW:
+            return []
+        items = [*(thing.items() if type(thing) is dict else enumerate(thing))]  # at once: a thread may be filling it
+        return [(f"[{_key_in_words(key)}]", held) for key, held in items]
     if not is_of_own_file(type(thing)) or not type(thing).__dictoffset__:
         return []
-    return [(f".{name}", held) for name, held in vars(thing).items()]
+    return [(f".{name}", held) for name, held in [*vars(thing).items()]]
 
 
 def _key_in_words(key: object) -> str:

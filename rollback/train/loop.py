@@ -136,7 +136,7 @@ class TrainingLoop:
         except TrainingMoved:
             return False
         self.last_snapshot.note_change()
-        self.training_end.note_finished()
+        self._end_training()
         return True
 
     def close(self, *, given_up: bool = False) -> None:
@@ -293,12 +293,18 @@ class TrainingLoop:
     def _end_pass(self, by: str, *, final: bool = False) -> None:
         """End the pass. Raises TrainingMoved where the final state demanded a rollback, so that batches follow."""
         self._keep_end(by, left_over=self.step_in_progress.batches)
-        self.passes.end(final=final)
         self.step_in_progress.end_pass()
         if final:
-            self.requests.stop.withdraw()  # nobody reads the flag any more: SIGTERM gets its old meaning
-            self.training_end.note_finished()
+            self._end_training()
             self.training_end.complete()
+        else:
+            self.passes.end(final=False)
+
+    def _end_training(self) -> None:
+        """The final state is kept, and no batch follows. Not collective."""
+        self.passes.end(final=True)
+        self.requests.stop.withdraw()  # nobody reads the flag any more: SIGTERM gets its old meaning
+        self.training_end.note_finished()
 
     def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> None:
         self.step_in_progress.show(SAVING_AT.format(by))

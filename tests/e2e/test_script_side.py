@@ -16,7 +16,7 @@ from toy import SETTINGS, facts, skip_list
 
 import rollback
 from rollback.errors import ExitCode, UsageError
-from rollback.facts.training import Finished, PhaseAnnounced, Restored, Stopped
+from rollback.facts.training import Evicted, Finished, PhaseAnnounced, Restored, Stopped
 
 SAMPLES = torch.randn(60, 8, generator=torch.Generator().manual_seed(3))
 
@@ -286,6 +286,33 @@ def test_a_script_that_ends_its_training_early_has_ended_it_well(tmp_path: Path)
     (finished,) = facts(tmp_path / "run", Finished)
     assert finished.by == "patience"
     assert len(facts(tmp_path / "run", Restored)) == 1
+
+
+@pytest.mark.parametrize("by_epochs", [True, False])
+def test_behind_the_end_the_final_state_stays_whatever_the_script_loops_over_and_signals_are_its_own(
+    tmp_path: Path, by_epochs: bool
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    script = Script(tmp_path / "run")
+    guard = script.guard
+    for _ in guard.epochs(1 if by_epochs else 9):
+        for batch in guard:
+            script.train_on(batch)
+        if not by_epochs and guard.finish("enough"):
+            break
+    assert guard.finished
+    assert signal.getsignal(signal.SIGTERM) == before, "nobody asks for a stop any more"
+    if by_epochs:
+        with pytest.raises(UsageError, match=r"complete, by guard.epochs\(1\)"):
+            next(iter(guard))
+    else:
+        assert [*guard] == [], "as behind max_steps"
+    guard.close()
+    (finished,) = facts(tmp_path / "run", Finished)
+    assert not [fact for fact in facts(tmp_path / "run", Evicted) if fact.checkpoint == finished.checkpoint]
+    again = Script(tmp_path / "run").guard
+    assert again.step == finished.step == 30
+    again.close()
 
 
 def test_a_stop_in_the_step_behind_which_the_script_leaves_its_last_epoch_does_not_open_that_again(

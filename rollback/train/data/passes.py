@@ -15,6 +15,7 @@ that goes on: its last pass begins again and ends at once, so that the script do
 pass begins. Where an operator has asked the run to go back, it does so first, and that pass has batches.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -83,6 +84,31 @@ class SoughtPass:
     """Whether the script has changed by then what was restored."""
 
 
+class _PassStarts:
+    """What the script had done where each pass began, by its number: what it had made of `requires_grad` and of modes,
+    and how often it had stepped each scheduler there. Kept where it was otherwise than at the pass before: of an epoch
+    with one batch a run has millions."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._told: list[tuple[Mapping[str, Any], list[int]]] = []
+        self._newest = -1
+
+    def note(self, number: int, switches: Mapping[str, Any], steps: list[int]) -> None:
+        """A pass begins. Later ones will begin again."""
+        kept = bisect_left(self._numbers, number)
+        del self._numbers[kept:], self._told[kept:]
+        if self._told[-1:] != [(switches, steps)]:
+            self._numbers.append(number)
+            self._told.append((switches, steps))
+        self._newest = number
+
+    def at(self, number: int) -> tuple[Mapping[str, Any] | None, list[int]]:
+        """None and no steps: that pass has not begun in this process."""
+        known = bisect_right(self._numbers, number) if number <= self._newest else 0
+        return self._told[known - 1] if known else (None, [])
+
+
 class Passes:
     """Counts passes. The same on all ranks, since the script's loops are the same."""
 
@@ -93,10 +119,10 @@ class Passes:
         self._sought: SoughtPass | None = None
         self.epochs_in_words = "guard.epochs({})"
         self._loop = OuterLoop.SCRIPT
+        self._ended_by: str | None = None  # of guard.epochs(), where that has ended the training
         self._behind_the_end = 0  # passes that have begun there
         self._steps_at_end: list[int] | None = None
-        self._boundary_steps: dict[int, list[int]] = {}
-        self._switches_at: dict[int, Mapping[str, Any]] = {}
+        self._starts = _PassStarts()
         self._next = 0  # number of the pass that begins next
         self._own_epoch: int | None = None  # the epoch of the first pass, by the script's own count
         self.state = PassState.NONE
@@ -192,10 +218,9 @@ class Passes:
         Raises RollbackError where such a step was made by a metric: an attempt that resumes in the earlier epoch has
         the script do its work between the two itself.
         """
-        self._switches.put_back(self._switches_at.get(self._cursor.epoch))
-        for scheduler, count in zip(
-            self._schedulers, self._boundary_steps.get(self._cursor.epoch, [0] * len(self._schedulers)), strict=True
-        ):
+        switches, steps = self._starts.at(self._cursor.epoch)
+        self._switches.put_back(switches)
+        for scheduler, count in zip(self._schedulers, steps or [0] * len(self._schedulers), strict=True):
             if count and isinstance(scheduler, ReduceLROnPlateau):
                 raise _stepped_by_metric(self._cursor.epoch)
             for _ in range(count):
@@ -203,13 +228,21 @@ class Passes:
 
     def epochs(self, count: int, end: Callable[[str], bool] = lambda by: True) -> Iterator[int]:
         """The epochs from where the run stands to `count`, each for one body of the script's loop (`Guard.epochs`).
-        end: `Guard.finish`, called after the last epoch; False: training has moved."""
+        end: `Guard.finish`, called after the last epoch; False: training has moved. Raises UsageError where training is
+        over by fewer epochs."""
+        if self._ended_by is not None and count > self._cursor.epoch:
+            raise _over(self._ended_by)
+        return self._handed_out(count, end)
+
+    def _handed_out(self, count: int, end: Callable[[str], bool]) -> Iterator[int]:
         try:
             while self.state is not PassState.LAST:
                 number = self._sought.number if self._sought else self._cursor.epoch + self._in_broken_epoch()
                 if number >= count:
                     self._loop = OuterLoop.ASKING
-                    if end(self.epochs_in_words.format(count)):
+                    by = self.epochs_in_words.format(count)
+                    if end(by):
+                        self._ended_by = by
                         return
                     continue
                 self._loop, self._next = OuterLoop.HANDED_OUT, number
@@ -223,8 +256,11 @@ class Passes:
             self._loop = OuterLoop.SCRIPT
 
     def _require_an_end(self) -> None:
-        """Raise UsageError where the script begins passes behind the end of training for ever: it would be at work, by
-        all that can be seen from outside, and do nothing."""
+        """Raise UsageError where the script begins a pass behind the last of guard.epochs(), which would be empty. Else
+        its loop may only be one that the end has cut short. But it may not begin passes for ever: it would be at work,
+        by all that can be seen from outside, and do nothing."""
+        if self._ended_by is not None:
+            raise _over(self._ended_by)
         self._behind_the_end += 1
         if self._behind_the_end >= _BEHIND_THE_END:
             raise UsageError(
@@ -235,12 +271,9 @@ class Passes:
             )
 
     def _note_boundary(self, number: int) -> None:
-        self._switches_at[number] = self._switches.state_dict()
-        if self._steps_at_end is not None:
-            now = [*map(_steps_of, self._schedulers)]
-            self._boundary_steps[number] = [
-                max(0, after - before) for after, before in zip(now, self._steps_at_end, strict=True)
-            ]
+        now = [*map(_steps_of, self._schedulers)]
+        each = zip(now, self._steps_at_end or now, strict=True)
+        self._starts.note(number, self._switches.state_dict(), [max(0, after - before) for after, before in each])
         self._steps_at_end = None
 
     def _stands_behind_an_epoch(self) -> bool:
@@ -263,6 +296,15 @@ def _steps_of(scheduler: Any) -> int:
     while not hasattr(scheduler, "last_epoch"):
         scheduler = scheduler._schedulers[0]
     return int(scheduler.last_epoch)
+
+
+def _over(by: str) -> UsageError:
+    return UsageError(
+        f"training is complete, by {by}, and the script loops over the guard again: no checkpoint would keep what it "
+        "trains there",
+        hint="count all epochs in one `guard.epochs(n)`, also where they are of several phases: the same command then "
+        "goes on from this end. What trains nothing, as an evaluation, takes its batches from the loader",
+    )
 
 
 def _stepped_by_metric(epoch: int) -> RollbackError:

@@ -111,11 +111,13 @@ class StopRequest:
             self._leave_terminal()
 
     def _leave_terminal(self) -> None:
-        """The terminal is gone: a print of the script would raise before the save."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for fd in self._terminals:
-            os.dup2(nowhere, fd)
-        os.close(nowhere)
+        """The terminal is gone: a print of the script would raise before the save. So would this, in the midst of the
+        script, where no descriptor is free."""
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for fd in self._terminals:
+                os.dup2(nowhere, fd)
+            os.close(nowhere)
 
 
 def _is_free(number: int, before: Any) -> bool:

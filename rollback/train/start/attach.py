@@ -97,13 +97,16 @@ def refuse(error: RollbackError, *, status: int = 0) -> NoReturn:
 
     Under a supervisor the first rank writes the error to a file, since torchrun passes on neither message nor status.
     The rank then exits with `status`: 0 where all ranks come here; not 0 where other ranks may wait for this one, so
-    that torchrun ends them. Without a supervisor the error is raised.
+    that torchrun ends them. Without a supervisor, and where that file cannot be written, the error is raised.
     """
     destination = os.environ.get(ENV_REFUSAL)
     if not destination:
         raise error
-    with contextlib.suppress(FileExistsError), open(destination, "x", encoding="utf-8") as file:
-        file.write(json.dumps(error.fields))
+    try:
+        with contextlib.suppress(FileExistsError), open(destination, "x", encoding="utf-8") as file:
+            file.write(json.dumps(error.fields))
+    except OSError as failure:
+        raise error from failure
     raise SystemExit(status)
 
 

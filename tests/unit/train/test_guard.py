@@ -361,6 +361,25 @@ def test_a_kept_object_that_does_not_load_its_state_ends_the_job(
     assert "the Counts 'counts' did not load the state" in told["message"]
 
 
+def test_a_number_of_epochs_that_is_none_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no attempt after another, as an error of the script's does."""
+    made = guard(tmp_path / "run")
+    monkeypatch.setenv(ENV_REFUSAL, str(tmp_path / "refusal"))
+    with pytest.raises(SystemExit):
+        made.epochs(-1)
+    assert "guard.epochs got count=-1" in json.loads((tmp_path / "refusal").read_text())["message"]
+
+
+def test_a_refusal_that_cannot_be_written_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the supervisor's folder was swept away: else the reader learns of that alone, and not why."""
+    made = guard(tmp_path / "run")
+    monkeypatch.setenv(ENV_REFUSAL, str(tmp_path / "gone" / "refusal"))
+    with pytest.raises(UsageError, match="no way back"):
+        made.refuse(UsageError("no way back"))
+    with pytest.raises(UsageError, match="no way back"):
+        next(made)
+
+
 def open_paths() -> list[Path]:
     """What this process has open."""
     return [Path(os.path.realpath(f"/proc/self/fd/{number}")) for number in os.listdir("/proc/self/fd")]

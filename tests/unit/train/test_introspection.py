@@ -93,6 +93,24 @@ class Derived(Thing):
     __slots__ = ("other",)
 
 
+class Growing:
+    """A key of a dict that gets another one while somebody goes through it, as from a thread of the script's."""
+
+    def __init__(self) -> None:
+        self.counts: dict[object, int] = {self: 0}
+
+    def __repr__(self) -> str:
+        self.counts[len(self.counts)] = 0
+        return "growing"
+
+
+def test_what_another_thread_fills_meanwhile_may_grow() -> None:
+    counts = Growing().counts
+    found = dict(own_variables())
+    assert found["counts[growing]"] == 0
+    assert counts
+
+
 def test_objects_are_found_by_their_own_class() -> None:
     things = [Thing(), Derived(), Thing()]
     found = instances(lambda kind: issubclass(kind, Thing))

@@ -99,7 +99,7 @@ def _gather(items: Iterable[Any], tensors: list[Tensor], plain: list[Any], depth
                 tensors.append(item)
             else:
                 whole = False
-        elif isinstance(item, np.ndarray) and item.dtype.kind in "biufc":
+        elif isinstance(item, np.ndarray) and item.dtype.kind in "biufc" and item.dtype.char not in "gG":  # long double
             tensors.append(torch.from_numpy(np.ascontiguousarray(item, dtype=item.dtype.newbyteorder("="))))
         elif item is None or isinstance(item, (bool, int, float, complex, str, bytes)):
             plain.append(item)

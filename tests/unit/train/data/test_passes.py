@@ -1,6 +1,8 @@
 """Passes: which epoch a script's loop gets, after resumes and rollbacks. Cursor and script are as simple as can be."""
 
+import tracemalloc
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -200,6 +202,48 @@ def test_epochs_asks_at_its_end_whether_it_is_the_end() -> None:
     passes.start_pass()
     assert list(epochs) == []
     assert asked == ["guard.epochs(2)", "guard.epochs(2)"]
+
+
+def test_a_run_of_very_many_passes_keeps_what_changes_and_no_more() -> None:
+    model = nn.Sequential(*[nn.Dropout() for _ in range(50)])
+    cursor = at(0)
+    passes = Passes(cursor, [ExponentialLR(torch.optim.SGD([torch.ones(1)]), 0.9)], ModelSwitches({"model": model}))
+    model.eval()  # as an evaluation leaves it
+
+    def epochs(count: int) -> int:
+        for _ in range(count):
+            passes.start_pass()
+            cursor.end_epoch()
+            cursor.opened = True
+            passes.end(final=False)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = epochs(20)
+        assert epochs(500) - before < 500 * 100
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("more", [lambda passes: passes.start_pass(), lambda passes: next(passes.epochs(2))])
+def test_what_asks_for_batches_behind_the_last_epoch_is_refused(more: Callable[[Passes], object]) -> None:
+    """Two phases in two loops, or a pass for the statistics of batch norm: it was to train, or to read, something."""
+    cursor = at(0)
+    passes = passes_of(cursor)
+
+    def end(by: str) -> bool:
+        passes.end(final=True)
+        return True
+
+    for _ in passes.epochs(1, end):
+        passes.start_pass()
+        cursor.end_epoch()
+        passes.end(final=False)
+    assert [*passes.epochs(1)] == [], "this asks for nothing that there is not"
+    with pytest.raises(UsageError, match=r"is complete, by guard\.epochs\(1\), and the script") as refused:
+        more(passes)
+    assert "one `guard.epochs(n)`" in str(refused.value.hint)
 
 
 def test_a_body_that_does_not_iterate_over_the_guard_is_told_so() -> None:

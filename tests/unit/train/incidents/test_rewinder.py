@@ -166,9 +166,7 @@ def test_a_loop_that_counts_what_it_is_handed_gets_no_probe_and_the_journal_says
     script = Script(tmp_path / "run")
     script.guard.without_probes("this loop counts")
     ask(script.guard)
-    script.train(1)
-    ask(script.guard)
-    script.train(2)
+    script.train(2, between=lambda: ask(script.guard))
     assert [fact.reason for fact in facts(tmp_path / "run", NotProbed, Probed)] == ["this loop counts"]  # once
     assert script.events == []
 

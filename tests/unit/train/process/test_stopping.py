@@ -123,6 +123,14 @@ def test_a_hang_up_that_was_ignored_from_the_start_stays_ignored(monkeypatch: py
     assert stop.requested
 
 
+def test_a_hang_up_is_a_stop_also_where_no_file_can_be_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where all descriptors are in use: it would be an error in the midst of the script."""
+    stop = StopRequest()
+    monkeypatch.setattr(os, "devnull", str(tmp_path / "none" / "null"))
+    signal.raise_signal(signal.SIGHUP)
+    assert stop.requested
+
+
 def test_an_ignored_signal_of_an_unsupervised_job_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_SUPERVISOR, raising=False)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -108,6 +108,13 @@ def test_what_nothing_is_known_of_is_said() -> None:
     assert Digest([]).value is None
 
 
+@pytest.mark.parametrize("kind", [np.longdouble, np.clongdouble])
+def test_an_array_of_a_type_that_torch_does_not_have_is_passed_over(kind: type) -> None:
+    """Its numbers have bytes between them that mean nothing."""
+    digest = Digest([np.ones(3, kind), torch.ones(3)])
+    assert (digest.value, digest.whole) == (Digest([torch.ones(3)]).value, False)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of")
 def test_a_tensor_that_is_not_in_one_piece_is_passed_over() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
