@@ -104,9 +104,12 @@ class _Planner(DefaultSavePlanner):
         return made
 
 
-def _placeholders(value: Any, stored: dict[int, Stored | StoredParts]) -> Any:
-    """The state with a tensor without values for each one that is stored, which is noted by that tensor's id."""
+def _placeholders(value: Any, stored: dict[int, Stored | StoredParts] | None) -> Any:
+    """The state with a tensor without values for each one that is stored, which is noted by that tensor's id. stored:
+    None: the tensors themselves are wanted."""
     if isinstance(value, Stored | StoredParts):
+        if stored is None:
+            return _read(value)
         dtype = getattr(torch, DTYPE_NAME[value.entry.dtype])
         placeholder = torch.empty(value.entry.shape, dtype=dtype, device="meta")
         stored[id(placeholder)] = value
@@ -115,6 +118,8 @@ def _placeholders(value: Any, stored: dict[int, Stored | StoredParts]) -> Any:
         return {key: _placeholders(item, stored) for key, item in value.items()}
     if isinstance(value, list):
         return [_placeholders(item, stored) for item in value]
+    if isinstance(value, tuple):  # DCP pickles it as it is
+        return tuple(_placeholders(item, None) for item in value)
     return value.item() if isinstance(value, np.generic) else value  # DCP pickles what is no tensor
 
 
@@ -154,6 +159,11 @@ def _optimizer_state(contents: Contents, order: list[str]) -> dict[str, Any]:
             hint="export without --dcp: the model's weights alone",
         )
     named = dict(zip(numbers, names, strict=True))
+    if others := [key for key in state["state"] if key not in named]:
+        raise UsageError(
+            f"the optimizer keeps {others[0]!r}, which is no parameter's, and for which DCP has no name",
+            hint="export without --dcp: the model's weights alone",
+        )
     return {
         "state": {named[number]: item for number, item in state["state"].items()},
         "param_groups": [{**group, "params": [named[number] for number in group["params"]]} for group in groups],
