@@ -171,7 +171,7 @@ def _optimizer_state(contents: Contents, order: list[str]) -> dict[str, Any]:
 
 
 def _require_place(output: Path, run: Path, *, force: bool) -> None:
-    if run.resolve() in (output.resolve(), *output.resolve().parents):
+    if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(run)):
         raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
     if not output.absolute().parent.is_dir():
         raise UsageError(f"there is no directory {output.absolute().parent} to write {output.name} into")

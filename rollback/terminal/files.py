@@ -18,7 +18,7 @@ def require_place(output: Path, run: Path | None) -> None:
     if str(output) == "-":
         raise UsageError("- is no file", hint="write /dev/stdout for the output of this command")
     with reporting(OutputNotWritten, f"writing {output}"):
-        if run is not None and run.resolve() in output.resolve().parents:
+        if run is not None and Path(os.path.realpath(run)) in Path(os.path.realpath(output)).parents:
             raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
         if not output.parent.is_dir():
             raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
