@@ -696,6 +696,31 @@ def test_a_run_directory_that_is_behind_gets_the_metrics_of_the_steps_since(
         assert paths.metrics.read_text() == run.paths.metrics.read_text()
 
 
+def test_a_run_directory_that_has_lost_its_identity_and_is_ahead_stays_too(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    judged(run.paths, range(20))
+    put(opened(run.paths), run.paths, NAMES[1])
+    identity = run.paths.identity.read_text()
+    elsewhere = fetched(tmp_path / "elsewhere")
+    other = RecordedRun.__new__(RecordedRun)
+    other.__dict__.update(run.__dict__, paths=elsewhere)
+    other.commit(50.0, "c000003-s00000040", 40)
+    judged(run.paths, range(20, 30))
+    run.commit(40.0, "c000003-s00000030", 30)
+    for each in (run.paths, elsewhere):
+        each.identity.unlink()
+    before, metrics = journal(run.paths), run.paths.metrics.read_text()
+    fetch(Store(URL), run.paths, lambda text: None)
+    assert (journal(run.paths), run.paths.metrics.read_text()) == (before, metrics)
+    assert run.paths.identity.read_text() == identity
+    put(opened(run.paths), run.paths, NAMES[2])
+    lines = journal(elsewhere)
+    with pytest.raises(RunDoesNotFit, match="gone on differently"):
+        fetch(Store(URL), elsewhere, lambda text: None)
+    assert (journal(elsewhere), elsewhere.identity.exists()) == (lines, False)
+
+
 def test_two_that_went_on_differently_are_both_left_alone(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
     put(opened(run.paths), run.paths, NAMES[1])
     elsewhere = fetched(tmp_path / "elsewhere")
