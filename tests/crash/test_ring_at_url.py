@@ -494,6 +494,20 @@ def test_a_record_that_somebody_removes_is_put_there_again(
         assert (new.root / path.relative_to(run.paths.root)).read_bytes() == path.read_bytes()
 
 
+def test_a_part_of_the_record_that_is_gone_there_and_no_file_of_ours_here_is_told_in_words(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    """As of metrics that somebody has moved to another disk, with a link in their place."""
+    judged(run.paths, range(20))
+    put(opened(run.paths), run.paths, NAMES[1])
+    run.paths.metrics.rename(tmp_path / "moved")
+    run.paths.metrics.symlink_to(tmp_path / "moved")
+    for key in [key for key in bucket.objects if "/record/metrics" in key]:
+        del bucket.objects[key]
+    with pytest.raises(RingUnavailable, match=r"metrics/train\.jsonl.*it is a symbolic link"):
+        opened(run.paths).keep_record()
+
+
 @pytest.mark.parametrize("left", [None, 0, 1])
 def test_a_ring_that_somebody_empties_is_filled_anew(
     run: RecordedRun, bucket: Bucket, tmp_path: Path, left: int | None

@@ -1,7 +1,9 @@
 """`rollback doctor`: what it measures it removes, and what it concludes follows from what it measured."""
 
+import errno
 import json
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -267,7 +269,14 @@ def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert "\\x1b[31m[bold]x" in "".join(shown.split())
 
 
-@pytest.mark.parametrize(("code", "level"), [("raise OSError('no libtorch')", "fail"), (None, "ok")])
+@pytest.mark.parametrize(
+    ("code", "level"),
+    [
+        ("raise OSError('no libtorch')", "fail"),
+        ("import os; os.write(2, b'no libtorch in Malm\\xf6'); raise SystemExit(1)", "fail"),
+        (None, "ok"),
+    ],
+)
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, code: str | None, level: str) -> None:
     monkeypatch.undo()
     if code:
@@ -275,6 +284,16 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch,
     finding = machine.look_at_torch()
     assert finding.level == level, finding
     assert ("no libtorch" in finding.found) == bool(code)
+
+
+def test_where_no_process_can_be_started_that_is_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.undo()
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    finding = machine.look_at_torch()
+    assert (finding.level, "Resource temporarily unavailable" in finding.found) == ("fail", True)
 
 
 def test_a_file_of_the_working_directory_is_not_taken_for_a_module_of_python(
