@@ -30,6 +30,7 @@ from rollback.inspect.ring.export import Exported, open_checkpoint
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
 from rollback.system.durable import sync_directory
+from rollback.terminal.files import without_links
 
 MODEL, OPTIMIZER = "model", "optim"
 """The names under which the two states are saved, as in torch's own examples."""
@@ -195,7 +196,7 @@ def _replacing_directory(output: Path) -> Iterator[Path]:
 
     What was there before steps aside first: whenever this is killed, `output` is old, new, or not there.
     """
-    output = output.absolute()
+    output = without_links(output)
     temporary, aside = (output.with_name(f".{output.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
     hint = "check the permissions and the free space there; what was there before is untouched"
     with reporting(OutputNotWritten, f"writing {output}", hint):

@@ -140,6 +140,15 @@ def test_memory_does_not_grow_with_the_model(run: Path, tmp_path: Path, monkeypa
     assert max(alive) <= 1
 
 
+def test_a_directory_below_a_link_is_written_and_replaced(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "scratch").symlink_to("disk")
+    for more in ((), ("--force",)):
+        said = command(run, "--dcp", tmp_path / "scratch" / "out", *more)
+        assert said.exit_code == 0, said.exception
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
+
+
 def test_what_is_there_is_replaced_with_force_and_only_if_it_is_a_dcp_checkpoint(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

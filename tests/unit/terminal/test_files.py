@@ -25,6 +25,15 @@ def test_a_link_to_itself_is_no_way_into_a_run_directory(tmp_path: Path) -> None
     require_trackers(str(loop), None, run)
 
 
+def test_a_file_is_written_below_a_link_to_a_directory_and_that_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "scratch").symlink_to("disk")
+    for content in ("first", "second"):
+        with replacing(tmp_path / "scratch" / "page.html") as path:
+            path.write_text(content)
+        assert [(it.name, it.read_text()) for it in (tmp_path / "disk").iterdir()] == [("page.html", content)]
+
+
 def test_what_a_link_leads_into_the_run_directory_is_refused(tmp_path: Path) -> None:
     run, way = tmp_path / "run", tmp_path / "way"
     run.mkdir()
