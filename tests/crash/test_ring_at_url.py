@@ -542,6 +542,18 @@ def test_every_byte_of_a_record_is_vouched_for(run: RecordedRun, bucket: Bucket,
         bucket.objects[key] = sound
 
 
+def test_an_empty_object_of_the_record_is_damage(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
+    """As a full disk leaves of a file:// ring, or an upload that broke off."""
+    at_url = opened(run.paths)
+    put(at_url, run.paths, NAMES[1])
+    at_url.keep_record()
+    for key in [key for key in bucket.objects if "/record/" in key]:
+        whole, bucket.objects[key] = bucket.objects[key], b""
+        with pytest.raises(RingUnavailable, match="is not what its index says"):
+            fetched(tmp_path / key.replace("/", "-"))
+        bucket.objects[key] = whole
+
+
 @in_both_layouts
 def test_what_is_damaged_in_the_run_directory_comes_from_the_url(run: RecordedRun, bucket: Bucket) -> None:
     at_url = opened(run.paths)
