@@ -220,7 +220,7 @@ def _columns_of(rows: Iterable[dict[str, Any]]) -> LogTable:
     """Columns from records. Records that hold other records are flattened with `/`, as trackers write them."""
     table: LogTable = {}
     for count, row in enumerate(rows):
-        for name, value in _flat(row, ""):
+        for name, value in dict(_flat(row, "")).items():
             table.setdefault(name, [None] * count).append(_number(value))
         for column in table.values():
             if len(column) == count:

@@ -17,7 +17,13 @@ from rollback.checkpoints.fast_tier.record_marks import is_ahead_of
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.environment import ENV_FAST_TIER
-from rollback.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnusable, RunDirectoryError
+from rollback.errors import (
+    CheckpointDamaged,
+    CheckpointUnreadable,
+    CheckpointUnusable,
+    RunDirectoryError,
+    unreadable,
+)
 from rollback.facts.training import Tier
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import FORMAT, FORMATS, RunPaths
@@ -49,7 +55,8 @@ class Located:
 @dataclass(frozen=True)
 class SlotsLook:
     """What a look into this host's slots has found. ahead: checkpoints that are not used, since the journal lacks lines
-    that were there when they were committed. unused: by slot, why what is committed there is not used."""
+    that were there when they were committed. unused: by slot, why what is committed there is not used; where the slots
+    cannot be listed, by the name of the tier."""
 
     usable: list[Located]
     ahead: list[Located]
@@ -76,6 +83,24 @@ def locate(paths: RunPaths) -> list[Located]:
     return sorted(found, key=lambda place: (place.manifest.seq, place.manifest.name, place.tier == "durable"))
 
 
+def find(paths: RunPaths, name: str) -> Located | None:
+    """A checkpoint where it is looked for first; None: it is nowhere. Raises CheckpointUnusable where it is there, or
+    may be in a slot, and its manifest cannot be read or believed."""
+    look, directory = look_into_slots(paths), paths.checkpoint(name)
+    if (place := next((found for found in look.usable if found.name == name), None)) is not None:
+        return place
+    try:
+        return Located(read_manifest(directory), directory, "durable")
+    except CheckpointUnusable:
+        if directory.exists():
+            raise
+    others = {found.directory.name for found in look.ahead if found.name != name}
+    for slot, fault in look.unused.items():
+        if slot not in others and isinstance(fault, CheckpointUnreadable):
+            raise fault
+    return None
+
+
 def in_slots(paths: RunPaths) -> list[Located]:
     """What this host's fast tier holds of a run, by its record. A slot whose manifest cannot be believed holds
     nothing."""
@@ -87,21 +112,27 @@ def look_into_slots(paths: RunPaths) -> SlotsLook:
     look = SlotsLook([], [], {})
     if (tier := fast_tier_of(paths)) is None:
         return look
-    with contextlib.suppress(OSError):
-        for number in tier.numbers():
-            directory = tier.slot(number)
-            try:
-                if (manifest := _manifest_in(tier, number)) is None:
-                    continue
-            except CheckpointUnusable as error:
-                look.unused[directory.name] = error
+    try:
+        numbers = tier.numbers()
+    except FileNotFoundError:  # it was given back a moment ago
+        return look
+    except OSError as error:
+        look.unused[tier.root.name] = unreadable(f"looking into the fast tier {tier.root}", error)
+        return look
+    for number in numbers:
+        directory = tier.slot(number)
+        try:
+            if (manifest := _manifest_in(tier, number)) is None:
                 continue
-            place = Located(manifest, directory, "fast", number)
-            if is_ahead_of(directory, place.name, paths.train_journal):
-                look.ahead.append(place)
-                look.unused[directory.name] = CheckpointUnreadable(f"{place.name} is not used: {PUT_BACK}")
-            else:
-                look.usable.append(place)
+        except CheckpointUnusable as error:
+            look.unused[directory.name] = error
+            continue
+        place = Located(manifest, directory, "fast", number)
+        if is_ahead_of(directory, place.name, paths.train_journal):
+            look.ahead.append(place)
+            look.unused[directory.name] = CheckpointUnreadable(f"{place.name} is not used: {PUT_BACK}")
+        else:
+            look.usable.append(place)
     return look
 
 
@@ -151,14 +182,16 @@ def has_left(place: Located) -> bool:
 
 def release(paths: RunPaths, durable: Collection[str], final: str | None) -> bool:
     """Give the memory of a run's fast tier back, if the newest of what it holds is among the durable ones, or the final
-    state of a complete run is in the run directory: then nobody goes on from anything else.
+    state of a complete run is in the run directory: then nobody goes on from anything else. What cannot be read now, or
+    is ahead of the journal, may be that newest one.
 
     Called when no rank runs any more. Whether it was given back. Raises OSError.
     """
-    tier, places = fast_tier_of(paths), in_slots(paths)
-    newest = max(places, key=lambda place: place.manifest.seq, default=None)
+    tier, look = fast_tier_of(paths), look_into_slots(paths)
+    newest = max(look.usable, key=lambda place: place.manifest.seq, default=None)
     complete = final is not None and paths.checkpoint(final).exists()
-    if tier is None or not (complete or newest is None or newest.name in durable):
+    is_known = not any(isinstance(fault, CheckpointUnreadable) for fault in look.unused.values())
+    if tier is None or not (complete or (is_known and (newest is None or newest.name in durable))):
         return False
     slots.remove(tier)
     return True

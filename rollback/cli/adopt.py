@@ -33,7 +33,7 @@ def adopt(
             raise UsageError(f"{script} has more than {_LARGEST >> 20} MiB: it is no training script")
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0].removesuffix("-sig")  # the mark is kept
         source = content.decode(encoding)
-    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+    except (OSError, UnicodeDecodeError, LookupError, SyntaxError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(
             f"the training script {script} cannot be read: {why}", hint="name a Python file: rollback adopt train.py"

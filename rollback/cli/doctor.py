@@ -8,7 +8,7 @@ import typer
 from rollback.cli.answers import JsonOption, show
 from rollback.cli.options.parameters import GRACE
 from rollback.cli.options.values import parse_size
-from rollback.supervisor.preflight import default_run, require_script
+from rollback.supervisor.preflight import default_run, require_folder, require_script
 from rollback.terminal.messages import say
 
 DOCTOR_CODES = "Exit codes: 0 nothing fails (there may be warnings); 1 something does; 2 usage."
@@ -45,6 +45,7 @@ def doctor(
     from rollback.doctor.examine import examine
     from rollback.doctor.text import print_report
 
+    require_folder()
     if script is not None:
         require_script(script, {})
     chosen = run or (default_run(script, {}) if script else Path("runs"))

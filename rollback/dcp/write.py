@@ -30,6 +30,7 @@ from rollback.inspect.ring.export import Exported, open_checkpoint
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
 from rollback.system.durable import sync_directory
+from rollback.terminal.files import without_links
 
 MODEL, OPTIMIZER = "model", "optim"
 """The names under which the two states are saved, as in torch's own examples."""
@@ -104,9 +105,12 @@ class _Planner(DefaultSavePlanner):
         return made
 
 
-def _placeholders(value: Any, stored: dict[int, Stored | StoredParts]) -> Any:
-    """The state with a tensor without values for each one that is stored, which is noted by that tensor's id."""
+def _placeholders(value: Any, stored: dict[int, Stored | StoredParts] | None) -> Any:
+    """The state with a tensor without values for each one that is stored, which is noted by that tensor's id. stored:
+    None: the tensors themselves are wanted."""
     if isinstance(value, Stored | StoredParts):
+        if stored is None:
+            return _read(value)
         dtype = getattr(torch, DTYPE_NAME[value.entry.dtype])
         placeholder = torch.empty(value.entry.shape, dtype=dtype, device="meta")
         stored[id(placeholder)] = value
@@ -115,6 +119,8 @@ def _placeholders(value: Any, stored: dict[int, Stored | StoredParts]) -> Any:
         return {key: _placeholders(item, stored) for key, item in value.items()}
     if isinstance(value, list):
         return [_placeholders(item, stored) for item in value]
+    if isinstance(value, tuple):  # DCP pickles it as it is
+        return tuple(_placeholders(item, None) for item in value)
     return value.item() if isinstance(value, np.generic) else value  # DCP pickles what is no tensor
 
 
@@ -154,6 +160,11 @@ def _optimizer_state(contents: Contents, order: list[str]) -> dict[str, Any]:
             hint="export without --dcp: the model's weights alone",
         )
     named = dict(zip(numbers, names, strict=True))
+    if others := [key for key in state["state"] if key not in named]:
+        raise UsageError(
+            f"the optimizer keeps {others[0]!r}, which is no parameter's, and for which DCP has no name",
+            hint="export without --dcp: the model's weights alone",
+        )
     return {
         "state": {named[number]: item for number, item in state["state"].items()},
         "param_groups": [{**group, "params": [named[number] for number in group["params"]]} for group in groups],
@@ -161,7 +172,7 @@ def _optimizer_state(contents: Contents, order: list[str]) -> dict[str, Any]:
 
 
 def _require_place(output: Path, run: Path, *, force: bool) -> None:
-    if run.resolve() in (output.resolve(), *output.resolve().parents):
+    if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(run)):
         raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
     if not output.absolute().parent.is_dir():
         raise UsageError(f"there is no directory {output.absolute().parent} to write {output.name} into")
@@ -185,7 +196,7 @@ def _replacing_directory(output: Path) -> Iterator[Path]:
 
     What was there before steps aside first: whenever this is killed, `output` is old, new, or not there.
     """
-    output = output.absolute()
+    output = without_links(output)
     temporary, aside = (output.with_name(f".{output.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
     hint = "check the permissions and the free space there; what was there before is untouched"
     with reporting(OutputNotWritten, f"writing {output}", hint):

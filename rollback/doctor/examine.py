@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollback.checkpoints.fast_tier.sizing import bytes_of_tier
-from rollback.checkpoints.fast_tier.slots import DEFAULT_BASE
 from rollback.checkpoints.tiers import base_of, fast_tier_of, host_count, locate
 from rollback.config import Settings
 from rollback.doctor.findings import DoctorReport, Finding, fail
@@ -62,9 +61,9 @@ def examine(
     findings.append(judge_python(sys.version_info[:3]))
     tell("torch")
     findings.append(look_at_torch())
-    findings.append(look_at_fast_tier(base or base_of("auto") or DEFAULT_BASE, here or state_bytes, keep, held=held))
+    findings.append(look_at_fast_tier(base or base_of("auto"), here or state_bytes, keep, held=held))
     tell("the run directory's disk")
-    about_disk, rate = look_at_disk(run, state_bytes, keep)
+    about_disk, rate = look_at_disk(paths.root, state_bytes, keep)
     findings += about_disk
     saves = [judge_save(state_bytes, rate, grace, "disk")]
     if ring is not None:

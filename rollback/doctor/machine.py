@@ -52,7 +52,12 @@ def look_at_torch() -> Finding:
     """Import torch elsewhere and say what it has."""
     command = [sys.executable, "-c", _PROBE]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_PROBE_LIMIT, check=False
+        )
+    except OSError as error:
+        fix = "raise the limit of processes (ulimit -u, or the container's pids), or that of memory"
+        return fail("torch", f"no process can be started to import it: {error.strerror}", fix)
     except subprocess.TimeoutExpired:
         found = f"importing torch takes more than {_PROBE_LIMIT:.0f} s"
         return fail("torch", found, "see what python -X importtime -c 'import torch' waits for")

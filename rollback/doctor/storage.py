@@ -204,8 +204,10 @@ def judge_save(state_bytes: int | None, rate: float | None, grace: float, where:
     return Finding(topic=f"saving to {where}", level=level, found=found, fix=fix)
 
 
-def look_at_fast_tier(base: Path, state_bytes: int | None, keep: int, *, held: int = 0) -> Finding:
-    """held: bytes that the run's slots take already."""
+def look_at_fast_tier(base: Path | None, state_bytes: int | None, keep: int, *, held: int = 0) -> Finding:
+    """base: None where the environment switches it off. held: bytes that the run's slots take already."""
+    if base is None:
+        return ok(_FAST_TIER, f"off ({ENV_FAST_TIER}): the ranks will write straight to the disk")
     if base.exists() and not base.is_dir():
         return warn(
             _FAST_TIER,

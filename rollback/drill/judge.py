@@ -112,6 +112,8 @@ def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Com
         )
         return row.having(why=f"it could not be made to happen: {never}{_unless_well(trial)}")
     row = row.having(struck=f"step {struck.step}: {struck.what}")
+    if trial.audit is None:  # what became of it is not known
+        return row.having(why=f"its record cannot be read{_unless_well(trial)}")
     if comparison is not None:
         row = row.having(bitwise=comparison.bitwise, differs=comparison.differs)
     row = _SEE[fault.expected](row, fault, trial, undisturbed)

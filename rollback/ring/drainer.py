@@ -300,16 +300,15 @@ class Drainer:
         return Situation(self._history, held, pinned, frozenset(self._lost), self._last, ending)
 
     def _drain(self, name: str) -> None:
-        place = next((found for found in tiers.locate(self._paths) if found.name == name), None)  # in memory first
-        if place is None:
-            self._lost.add(name)  # it has left the ring since
-            return
-        began = time.monotonic()
+        place, began = None, time.monotonic()
         try:
+            if (place := tiers.find(self._paths, name)) is None:
+                self._lost.add(name)  # it has left the ring since
+                return
             with tiers.hold_slot(place) as let_go, self._ring.if_stuck(let_go):
                 self._ring.put(place.manifest, place.directory)
         except CheckpointUnusable as error:
-            if tiers.has_left(place):  # meanwhile, and nothing is wrong: it may lie in another place
+            if place is not None and tiers.has_left(place):  # nothing is wrong: it may lie in another place
                 self._drain(name)
                 return
             following = self._phase is DrainPhase.FOLLOWING  # at the end there is no time; what is next may be sound

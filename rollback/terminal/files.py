@@ -18,12 +18,18 @@ def require_place(output: Path, run: Path | None) -> None:
     if str(output) == "-":
         raise UsageError("- is no file", hint="write /dev/stdout for the output of this command")
     with reporting(OutputNotWritten, f"writing {output}"):
-        if run is not None and run.resolve() in output.resolve().parents:
+        if run is not None and Path(os.path.realpath(run)) in Path(os.path.realpath(output)).parents:
             raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
         if not output.parent.is_dir():
             raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
         if output.is_dir():
             raise UsageError(f"{output} is a directory", hint="name a file")
+
+
+def without_links(output: Path) -> Path:
+    """The same place, in a directory by its real path: what writes files durably follows no link on the way, and where
+    an output lies is the user's choice."""
+    return Path(os.path.realpath(output.parent)) / output.name
 
 
 @contextmanager
@@ -34,8 +40,8 @@ def replacing(output: Path, run: Path | None = None) -> Iterator[Path]:
     Raises as `require_place`, and OutputNotWritten where the disk refuses, also for an OSError of the body.
     """
     require_place(output, run)
-    through = output.exists() and not output.is_file()
-    temporary = output if through else output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    through, place = output.exists() and not output.is_file(), without_links(output)
+    temporary = output if through else place.with_name(f".{output.name}.{os.getpid()}.tmp")
     hint = "check the permissions and the free space there; what was there before is untouched"
     with reporting(OutputNotWritten, f"writing {output}", hint):
         try:
@@ -44,8 +50,8 @@ def replacing(output: Path, run: Path | None = None) -> Iterator[Path]:
                 return
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(temporary, output)
+            os.replace(temporary, place)
         finally:
             if not through:
                 temporary.unlink(missing_ok=True)
-        sync_directory(output.parent)
+        sync_directory(place.parent)

@@ -1,5 +1,6 @@
 """Which trackers there are, and reading a run directory for them: once to its end, or on and on as it grows."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def require_trackers(tensorboard: str | None, wandb: str | None, run: Path) -> N
     if tensorboard == "":
         raise UsageError("--tensorboard names no directory", hint="for example --tensorboard tb")
     if tensorboard is not None:
-        place, root = (Path(tensorboard) / name_of(run)).resolve(), run.resolve()
+        place, root = (Path(os.path.realpath(path)) for path in (Path(tensorboard, name_of(run)), run))
         if place.is_relative_to(root):
             raise UsageError(
                 f"--tensorboard {tensorboard}: the event files would be written to {place}, and {root} is the run "

@@ -494,6 +494,20 @@ def test_a_record_that_somebody_removes_is_put_there_again(
         assert (new.root / path.relative_to(run.paths.root)).read_bytes() == path.read_bytes()
 
 
+def test_a_part_of_the_record_that_is_gone_there_and_no_file_of_ours_here_is_told_in_words(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    """As of metrics that somebody has moved to another disk, with a link in their place."""
+    judged(run.paths, range(20))
+    put(opened(run.paths), run.paths, NAMES[1])
+    run.paths.metrics.rename(tmp_path / "moved")
+    run.paths.metrics.symlink_to(tmp_path / "moved")
+    for key in [key for key in bucket.objects if "/record/metrics" in key]:
+        del bucket.objects[key]
+    with pytest.raises(RingUnavailable, match=r"metrics/train\.jsonl.*it is a symbolic link"):
+        opened(run.paths).keep_record()
+
+
 @pytest.mark.parametrize("left", [None, 0, 1])
 def test_a_ring_that_somebody_empties_is_filled_anew(
     run: RecordedRun, bucket: Bucket, tmp_path: Path, left: int | None
@@ -526,6 +540,18 @@ def test_every_byte_of_a_record_is_vouched_for(run: RecordedRun, bucket: Bucket,
         with pytest.raises(RingUnavailable, match="is not what its index says"):
             fetched(tmp_path / key.replace("/", "-"))
         bucket.objects[key] = sound
+
+
+def test_an_empty_object_of_the_record_is_damage(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
+    """As a full disk leaves of a file:// ring, or an upload that broke off."""
+    at_url = opened(run.paths)
+    put(at_url, run.paths, NAMES[1])
+    at_url.keep_record()
+    for key in [key for key in bucket.objects if "/record/" in key]:
+        whole, bucket.objects[key] = bucket.objects[key], b""
+        with pytest.raises(RingUnavailable, match="is not what its index says"):
+            fetched(tmp_path / key.replace("/", "-"))
+        bucket.objects[key] = whole
 
 
 @in_both_layouts
@@ -694,6 +720,31 @@ def test_a_run_directory_that_is_behind_gets_the_metrics_of_the_steps_since(
     opened(old).keep_record()
     for paths in (old, fetched(tmp_path / "third")):
         assert paths.metrics.read_text() == run.paths.metrics.read_text()
+
+
+def test_a_run_directory_that_has_lost_its_identity_and_is_ahead_stays_too(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    judged(run.paths, range(20))
+    put(opened(run.paths), run.paths, NAMES[1])
+    identity = run.paths.identity.read_text()
+    elsewhere = fetched(tmp_path / "elsewhere")
+    other = RecordedRun.__new__(RecordedRun)
+    other.__dict__.update(run.__dict__, paths=elsewhere)
+    other.commit(50.0, "c000003-s00000040", 40)
+    judged(run.paths, range(20, 30))
+    run.commit(40.0, "c000003-s00000030", 30)
+    for each in (run.paths, elsewhere):
+        each.identity.unlink()
+    before, metrics = journal(run.paths), run.paths.metrics.read_text()
+    fetch(Store(URL), run.paths, lambda text: None)
+    assert (journal(run.paths), run.paths.metrics.read_text()) == (before, metrics)
+    assert run.paths.identity.read_text() == identity
+    put(opened(run.paths), run.paths, NAMES[2])
+    lines = journal(elsewhere)
+    with pytest.raises(RunDoesNotFit, match="gone on differently"):
+        fetch(Store(URL), elsewhere, lambda text: None)
+    assert (journal(elsewhere), elsewhere.identity.exists()) == (lines, False)
 
 
 def test_two_that_went_on_differently_are_both_left_alone(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ class PartReader:
             with zipfile.ZipFile(_Slice(file, self._place)) as archive:
                 members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
                 description, data = members["data.pkl"], members["data/0"]
-                if description.file_size > _PICKLE_LIMIT or data.compress_type != zipfile.ZIP_STORED:
-                    raise ValueError("it is compressed, or no tensor")
+                if description.file_size > _PICKLE_LIMIT or not all(map(_lies_as_it_is, members.values())):
+                    raise ValueError("it is compressed or encrypted, or no tensor")
                 if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
                     raise ValueError("its bytes are in another order")
                 strides = self._compare(read_pickled(archive.read(description)), data.file_size)
@@ -132,6 +132,11 @@ class PartReader:
         if not all(type(stride) is int and stride >= 0 for stride in strides) or reach >= prod(shape):
             raise ValueError("it does not lie in its bytes")
         return tuple(strides)
+
+
+def _lies_as_it_is(member: zipfile.ZipInfo) -> bool:
+    """Neither compressed nor encrypted, as torch.save writes it."""
+    return member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
 
 
 class _Slice(io.RawIOBase):

@@ -74,7 +74,7 @@ def _open_safetensors(path: Path) -> OutsideCheckpoint:
     try:
         tensors: dict[str, StoredTensor] = {}
         for file in found.files:
-            real = file.resolve(strict=True)  # Hugging Face's cache has links
+            real = Path(os.path.realpath(file, strict=True))  # Hugging Face's cache has links
             shard = ShardReader(real, Written(real.stat().st_size, ""), hashed=True)
             shards.append(shard)
             for name, entry in shard.entries.items():

@@ -20,7 +20,7 @@ from rollback.inspect.ring.verify import misfits
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.paths import RunPaths
 from rollback.system.durable import sync_directory
-from rollback.terminal.files import replacing, require_place
+from rollback.terminal.files import replacing, require_place, without_links
 
 MAX_SHARD_SIZE = 5 * 10**9
 """Bytes of tensors in a file, as transformers saves them."""
@@ -80,7 +80,9 @@ def export(
             f"{output} is no regular file: tensors are not written to it",
             hint="name a file; to read a checkpoint and write nothing, `rollback ring verify RUN NAME`",
         )
-    there = huggingface.present(output)
+    output = without_links(output)
+    with reporting(OutputNotWritten, f"writing {output}"):
+        there = huggingface.present(output)
     if there and not force:
         raise UsageError(f"{there[0]} exists already", hint="--force replaces it")
     with open_checkpoint(run, word) as found:

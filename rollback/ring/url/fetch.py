@@ -36,6 +36,7 @@ from rollback.system.durable import open_regular
 from rollback.system.small_json import SIZE, fault_of, parse_model
 from rollback.terminal.quantities import size
 
+_IDENTITY = "run.json"
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
 _GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behind the onset of a trouble to come
 Say = Callable[[str], None]
@@ -64,7 +65,7 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> tuple[str, ...]:
         index = complete_record(store, indexes, paths, say)
         _fetch_checkpoints(store, index, paths, say)
         if not paths.identity.exists():
-            run = index.record_file("run.json")
+            run = index.record_file(_IDENTITY)
             assert run is not None
             with record.explained(store.url):
                 record.download(store, run, paths.root)
@@ -112,22 +113,9 @@ def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Sa
 def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> None:
     identity = read_identity(paths)
     if identity is None:
-        run = index.record_file("run.json")
-        if run is None:
-            raise CheckpointDamaged(f"the index names no run.json for run {index.run_id}")
-        try:  # before anything is written: it is what would be missing
-            found = parse_model(record.read_record_file(store, run, SIZE), Identity)
-        except ValueError as error:
-            raise CheckpointDamaged(f"its run.json is damaged ({fault_of(error)})") from error
-        require_key_for(found.seal is not None, store.url)
-        require_seal(found, f"run.json at {store.url}")
-        _require_sealed_journals(store, index, _JOURNALS)
-        say(f"fetching the record of run {index.run_id} from {store.url}")
-        for kept in index.record:
-            if kept.path != "run.json":
-                record.download(store, kept, paths.root)
-        return
-    require_same_run(store.url, index, paths, identity.run_id)
+        _require_identity_of(store, index)  # before anything is written: it is what would be missing
+    else:
+        require_same_run(store.url, index, paths, identity.run_id)
     relations = {path: _relation(store, index, paths, path) for path in _JOURNALS}
     if "diverged" in relations.values():
         raise RunDoesNotFit(
@@ -139,11 +127,26 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
     if not behind:
         return
     _require_sealed_journals(store, index, behind)
-    say(f"the record at {store.url} is newer than the one in {paths.root}: taking it")
+    if identity is None:
+        say(f"fetching the record of run {index.run_id} from {store.url}")
+    else:
+        say(f"the record at {store.url} is newer than the one in {paths.root}: taking it")
     files.unlink(column_path(paths.metrics))  # of the lines that were here
     for kept in sorted(index.record, key=lambda kept: kept.path in _JOURNALS):  # these last: nothing is missing then
-        if kept.path in behind or (kept.path not in _JOURNALS and not _is_there(paths.root / kept.path)):
+        if kept.path in behind or (kept.path not in (*_JOURNALS, _IDENTITY) and not _is_there(paths.root / kept.path)):
             record.download(store, kept, paths.root)
+
+
+def _require_identity_of(store: Store, index: Index) -> None:
+    """Raise CheckpointDamaged unless the record at the URL has a sound run.json, and as `require_key_for`."""
+    if (run := index.record_file(_IDENTITY)) is None:
+        raise CheckpointDamaged(f"the index names no run.json for run {index.run_id}")
+    try:
+        found = parse_model(record.read_record_file(store, run, SIZE), Identity)
+    except ValueError as error:
+        raise CheckpointDamaged(f"its run.json is damaged ({fault_of(error)})") from error
+    require_key_for(found.seal is not None, store.url)
+    require_seal(found, f"run.json at {store.url}")
 
 
 def _is_there(path: Path) -> bool:

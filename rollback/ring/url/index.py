@@ -137,7 +137,8 @@ def frozen_key(record: FrozenRecord) -> str:
 
 
 def describe(data: bytes) -> RecordPiece:
-    return RecordPiece(size=len(data), xxh3_128=xxhash.xxh3_128(data).hexdigest())
+    """What an index would say of these bytes, to be compared with what it says: also of none, which no index has."""
+    return RecordPiece.model_construct(size=len(data), xxh3_128=xxhash.xxh3_128(data).hexdigest())
 
 
 def read_indexes(store: Store) -> list[Index]:

@@ -54,9 +54,12 @@ def put_again(store: Store, paths: RunPaths, index: Index) -> int:
         for number, (key, piece) in enumerate(zip(kept.keys, kept.pieces, strict=True)):
             if store.size(key) == piece.size:
                 continue
-            with open_regular(paths.root / kept.path) as file:
-                file.seek(number * PIECE)
-                data = file.read(piece.size)
+            try:
+                with open_regular(paths.root / kept.path) as file:
+                    file.seek(number * PIECE)
+                    data = file.read(piece.size)
+            except ValueError as error:
+                raise RingUnavailable(f"{store.url}/{key} is gone, and cannot be put there again: {error}") from error
             if describe(data) == piece:  # else it has changed, and the next index names other content
                 store.put(key, data)
                 count += 1

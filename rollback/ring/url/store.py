@@ -364,7 +364,7 @@ def _synced(file: Any, path: str) -> Iterator[Any]:
             os.fsync(file.fileno())
             local = True
     if local:
-        sync_directory(Path(path).parent)
+        sync_directory(Path(os.path.realpath(os.path.dirname(path))))
 
 
 def require_room(directory: Path, size: int) -> None:

@@ -156,6 +156,11 @@ def test_json_lines_with_nested_records_and_a_torn_last_line(tmp_path: Path) -> 
     assert (found.columns.loss, found.columns.grad_norm) == ("train/loss", "train/grad_norm")
 
 
+def test_a_record_that_spells_a_column_twice_has_it_once(tmp_path: Path) -> None:
+    rows = [{"loss": 2.5, "train/norm": 1.0, "train": {"norm": 2.0}}, {"loss": 2.25, "train/norm": 3.0}]
+    assert read_table(write_lines(tmp_path / "log.jsonl", rows)) == {"loss": [2.5, 2.25], "train/norm": [2.0, 3.0]}
+
+
 def test_metrics_of_a_run_of_ours(tmp_path: Path) -> None:
     rows = [
         {

@@ -20,7 +20,7 @@ from rollback.facts.training import PassedOver
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
-from rollback.system import durable
+from rollback.system import durable, files
 
 
 @pytest.fixture
@@ -302,3 +302,44 @@ def test_the_memory_of_a_complete_run_is_given_back(paths: RunPaths, tier: SlotP
 def test_the_memory_of_a_tier_that_holds_nothing_is_given_back(paths: RunPaths, tier: SlotPaths) -> None:
     assert tiers.release(paths, [], None)
     assert not tier.root.exists()
+
+
+@pytest.mark.parametrize("refused", ["a manifest", "the list of slots"])
+def test_the_memory_is_not_given_back_while_it_cannot_be_told_what_it_holds(
+    paths: RunPaths, tier: SlotPaths, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """As by a process with too many open files, or by a memory that fails: the newest may be what it cannot see."""
+    older, newest = commit(tier, 0, 1), commit(tier, 1, 2)
+    opens, lists = files.open_file, os.scandir
+
+    def refuse(path: Path) -> None:
+        if path in (tier.root, tier.slot(1) / "manifest.json"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    with monkeypatch.context() as limited:
+        if refused == "a manifest":
+            limited.setattr(files, "open_file", lambda path, flags: refuse(path) or opens(path, flags))
+        else:
+            limited.setattr(os, "scandir", lambda path: refuse(path) or lists(path))
+        for durable_ones in ([], [older.name]):
+            assert not tiers.release(paths, durable_ones, None)
+        assert [error.message for error in tiers.look_into_slots(paths).unused.values()]
+    assert [place.name for place in tiers.in_slots(paths)] == [older.name, newest.name]
+    assert tiers.release(paths, [newest.name], None)
+
+
+def test_what_a_start_may_have_to_go_on_from_stays_in_memory_though_the_journal_lacks_lines(
+    paths: RunPaths, tier: SlotPaths
+) -> None:
+    """An older copy of the journal was put back. Where nothing else is there, the run goes on from it; and the right
+    copy may come yet."""
+    journal = Journal(paths.train_journal, 1)
+    journal.append(PassedOver(first=4, last=9, step=2, timeline=1))
+    backup = paths.train_journal.read_bytes()
+    journal.append(PassedOver(first=30, last=31, step=10, timeline=1))
+    ahead = commit(tier, 0, 1, (0, 1))
+    paths.train_journal.write_bytes(backup)
+    assert not tiers.release(paths, [], None)
+    assert [place.name for place in tiers.look_into_slots(paths).ahead] == [ahead.name]
+    assert tiers.release(paths, [], write_checkpoint(paths, 3, 30)), "complete: nobody goes on"
+    journal.close()

@@ -178,6 +178,13 @@ class TestFrame:
         assert run(monkeypatch, "adopt", script) == ExitCode.USAGE
         assert f"the training script {script} cannot be read: {why}\n  hint: " in capsys.readouterr().err
 
+    def test_a_script_in_what_is_no_encoding_of_text_is_refused_in_words(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        (tmp_path / "train.py").write_text("# coding: hex\n")
+        assert run(monkeypatch, "adopt", str(tmp_path / "train.py")) == ExitCode.USAGE
+        assert "train.py cannot be read: 'hex' is not a text encoding" in capsys.readouterr().err
+
     def test_a_script_without_end_is_refused(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -81,6 +81,47 @@ def test_a_second_optimizer_and_other_weights_are_not_left_out_without_a_word(tm
     assert said.stderr.count(told) == 1, "of a scheduler nobody expects it"
 
 
+class CountsItsSteps(torch.optim.SGD):
+    """It keeps something that is no parameter's."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["calls"] = {"count": self.state.get("calls", {"count": 0})["count"] + 1}  # type: ignore[index]
+        return super().step(closure)
+
+
+def trained_with(optimizer: torch.optim.Optimizer, model: nn.Module, run: Path) -> Path:
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=DataLoader(range(8)), max_steps=2, run=run)
+    for batch in guard:
+        loss = model(batch.float().expand(2)).sum()
+        loss.backward()
+        optimizer.step()
+        guard.observe(loss)
+    guard.close()
+    return run
+
+
+def test_tensors_in_tuples_are_tensors_for_dcp(tmp_path: Path) -> None:
+    """It pickles a tuple: of tensors, and not of what reads a checkpoint here."""
+    model = nn.Linear(2, 1)
+    betas = (torch.tensor(0.5), torch.tensor(0.75))
+    optimizer = torch.optim.Adam(model.parameters(), betas=betas, foreach=False)  # type: ignore[arg-type]
+    run = trained_with(optimizer, model, tmp_path / "run")
+    assert command(run, "--dcp", tmp_path / "out").exit_code == 0
+    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+    state["optim"]["param_groups"][0]["betas"] = None  # type: ignore[index]
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert state["optim"]["param_groups"][0]["betas"] == betas  # type: ignore[index]
+
+
+def test_an_optimizer_with_state_that_is_no_parameter_s_is_refused_in_words(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    run = trained_with(CountsItsSteps(model.parameters(), lr=0.1), model, tmp_path / "run")
+    refused = command(run, "--dcp", tmp_path / "out").exception
+    assert isinstance(refused, UsageError)
+    assert "keeps 'calls', which is no parameter's" in refused.message
+    assert not (tmp_path / "out").exists()
+
+
 def test_memory_does_not_grow_with_the_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a tensor that has been written is let go of before the next one is read."""
     alive: list[int] = []
@@ -97,6 +138,15 @@ def test_memory_does_not_grow_with_the_model(run: Path, tmp_path: Path, monkeypa
     write.export_dcp(ReadableRun.at(run), None, tmp_path / "out")
     assert len(alive) > 10
     assert max(alive) <= 1
+
+
+def test_a_directory_below_a_link_is_written_and_replaced(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "scratch").symlink_to("disk")
+    for more in ((), ("--force",)):
+        said = command(run, "--dcp", tmp_path / "scratch" / "out", *more)
+        assert said.exit_code == 0, said.exception
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
 
 
 def test_what_is_there_is_replaced_with_force_and_only_if_it_is_a_dcp_checkpoint(run: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """`rollback doctor`: what it measures it removes, and what it concludes follows from what it measured."""
 
+import errno
 import json
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from rollback.doctor.storage import (
     look_at_ring,
     measure,
 )
+from rollback.environment import ENV_FAST_TIER
 from rollback.errors import UsageError
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import RunPaths
@@ -266,7 +269,14 @@ def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert "\\x1b[31m[bold]x" in "".join(shown.split())
 
 
-@pytest.mark.parametrize(("code", "level"), [("raise OSError('no libtorch')", "fail"), (None, "ok")])
+@pytest.mark.parametrize(
+    ("code", "level"),
+    [
+        ("raise OSError('no libtorch')", "fail"),
+        ("import os; os.write(2, b'no libtorch in Malm\\xf6'); raise SystemExit(1)", "fail"),
+        (None, "ok"),
+    ],
+)
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, code: str | None, level: str) -> None:
     monkeypatch.undo()
     if code:
@@ -274,6 +284,16 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch,
     finding = machine.look_at_torch()
     assert finding.level == level, finding
     assert ("no libtorch" in finding.found) == bool(code)
+
+
+def test_where_no_process_can_be_started_that_is_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.undo()
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    finding = machine.look_at_torch()
+    assert (finding.level, "Resource temporarily unavailable" in finding.found) == ("fail", True)
 
 
 def test_a_file_of_the_working_directory_is_not_taken_for_a_module_of_python(
@@ -300,3 +320,27 @@ def test_what_to_do_follows_from_why_torch_cannot_be_imported(
 ) -> None:
     monkeypatch.setattr(machine, "_PROBE", code)
     assert fix in (machine.look_at_torch().fix or "")
+
+
+def test_a_link_on_the_way_to_the_run_directory_is_followed_as_by_a_launch(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "scratch").symlink_to("disk")
+    report = examine(tmp_path / "scratch" / "run", grace=60.0, base=tmp_path)
+    (found,) = [finding for finding in report.findings if finding.topic == "run directory"]
+    assert found.found.startswith(f"{tmp_path}/disk is on")
+    assert report.run == f"{tmp_path}/scratch/run"
+    assert not [*(tmp_path / "disk").iterdir()]
+
+
+def test_a_fast_tier_that_is_switched_off_is_not_praised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_FAST_TIER, "off")
+    report = examine(tmp_path / "run", state_bytes=100, grace=60.0)
+    (found,) = [finding for finding in report.findings if finding.topic == "fast tier"]
+    assert (found.level, found.found) == ("ok", "off (ROLLBACK_FAST_TIER): the ranks will write straight to the disk")
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert isinstance(CliRunner().invoke(app, ["doctor"]).exception, UsageError)

@@ -203,6 +203,8 @@ def test_a_run_is_compared_with_one_that_skips_what_it_passed_over_also_where_th
         ("killed-rank", {}, "no second attempt"),
         ("hung-rank", {"overdue": True, "codes": (-1,), "ends": []}, "not noticed for 5 s"),
         ("sigterm", {}, "exited with 0 and not with 75"),
+        ("sigterm", {"audit": None, "codes": (75, 0)}, "its record cannot be read"),
+        ("nan-loss", {"audit": None, "ends": [], "codes": (74,)}, "its record cannot be read (exit code 74"),
         ("full-disk", {}, "no checkpoint fell into"),
         ("weight-bit", {}, "says nothing"),
     ],

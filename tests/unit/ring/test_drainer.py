@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ from rollback.ring.url.store import PATIENCE, Store
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.system import files
 
 FAILURES = 1100  # more than a float can be doubled
 
@@ -227,7 +230,7 @@ def at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunPath
     journal.append(Committed(checkpoint=name, step=10, batch=10, timeline=0, bytes=1, seconds=0.1))
     journal.append(Finished(step=10, batch=10, checkpoint=name))
     journal.close()
-    monkeypatch.setattr(tiers, "in_slots", lambda paths: [place])
+    monkeypatch.setattr(tiers, "look_into_slots", lambda paths: tiers.SlotsLook([place], [], {}))
     monkeypatch.setattr(tiers, "hold_slot", lambda place: contextlib.nullcontext())
     monkeypatch.setattr(tiers, "release", lambda paths, durable, final: released.append(final))
     return paths, name, released
@@ -470,6 +473,51 @@ def test_a_part_that_another_host_has_given_up_is_told_where_the_ring_gets_none_
     assert [fact.checkpoint for fact in facts if isinstance(fact, DrainFailed)] == [ring.asked[1]]
     (line,) = told
     assert "another host cannot copy its part" in line
+
+
+class Taking(AwayForDays):
+    """A ring that takes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries, self.names = FAILURES, list[str]()
+
+    def held(self) -> Sequence[str]:
+        return tuple(self.names)
+
+    def if_stuck(self, let_go: Callable[[], None]) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        self.names.append(manifest.name)
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_checkpoint_whose_manifest_cannot_be_read_is_tried_again_or_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
+) -> None:
+    """As of one whose shards cannot be: it is there, and nobody has removed it."""
+    monkeypatch.setattr(draining, "_FIRST_WAIT", 0.0)
+    paths, facts, told, opens = RunPaths(tmp_path), list[Fact](), list[str](), files.open_file
+    name, refusals = write_checkpoint(paths, 1, 10), iter([True] * 2 if passes else [])
+
+    def open_or_refuse(path: Path, flags: int) -> int:
+        if path == paths.checkpoint(name) / "manifest.json" and next(refusals, not passes):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opens(path, flags)
+
+    monkeypatch.setattr(files, "open_file", open_or_refuse)
+    with contextlib.closing(Journal(paths.train_journal, 1)) as journal:
+        journal.append(Committed(checkpoint=name, step=10, batch=10, timeline=0, bytes=1, seconds=0.1))
+        journal.append(BecameGood(checkpoint=name, step=10))
+    ring = Taking()
+    drainer = Drainer(paths, ring, DrainPace.parse("10"), 3, facts.append, told.append)  # type: ignore[arg-type]
+    drainer.start()
+    wait_for(lambda: ring.names or any(isinstance(fact, DrainFailed) and fact.checkpoint for fact in facts))
+    drainer.close()
+    assert drainer.wait(DrainPhase.CLOSED, 60)
+    assert ring.names == ([name] if passes else [])
+    assert [line for line in told if name in line and "Input/output error" in line]
 
 
 class SlowToRemove(AwayForDays):

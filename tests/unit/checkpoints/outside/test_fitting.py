@@ -1,8 +1,11 @@
 """Checkpoints of others: what is found in them, and what of it is a job's."""
 
+import dataclasses
+import io
 import json
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,28 @@ def test_data_that_are_not_what_the_table_says_are_damage(saved: Path) -> None:
         content(open_outside(saved), "w")
 
 
+@pytest.mark.parametrize("member", ["data.pkl", "byteorder"])
+@pytest.mark.parametrize("how", ["compressed", "encrypted"])
+def test_a_stored_part_that_is_compressed_or_encrypted_is_damage(saved: Path, member: str, how: str) -> None:
+    """And is not unpacked: who wrote it decides how large that would be."""
+    ((_, stored),) = open_outside(saved).tensors["model.w"]
+    data, place = saved / "__0_0.distcp", stored.shard._place  # type: ignore[attr-defined]
+    whole, made = data.read_bytes()[place.offset :][: place.length], io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive, zipfile.ZipFile(made, "w") as harmed:
+        (name,) = (name for name in archive.namelist() if name.endswith(member))
+        for each in archive.namelist():
+            deflated = how == "compressed" and each == name
+            harmed.writestr(each, archive.read(each), zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED)
+    text = made.getvalue()
+    if how == "encrypted":  # a bit in the archive's list of its members
+        flags = text.index(name.encode(), text.index(b"PK\x01\x02")) - 38
+        text = text[:flags] + b"\1" + text[flags + 1 :]
+    data.write_bytes(text)
+    stored.shard._place = dataclasses.replace(place, offset=0, length=len(text))  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointDamaged, match=r"model\.w"):
+        b"".join(map(bytes, stored.blocks()))
+
+
 def a_folder(folder: Path, index: dict[str, str] | None = None) -> Path:
     """`w` in one file and `b` in another, as the index says unless another is given."""
     files = {"w": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -155,7 +180,10 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path, index: 
 
 
 def test_a_place_with_nothing_is_refused_with_what_it_takes(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "gone", tmp_path / "text.safetensors"):
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
+    for place in (tmp_path / "loop.safetensors", tmp_path, tmp_path / "gone", tmp_path / "text.safetensors"):
+        if place == tmp_path:
+            (tmp_path / "loop.safetensors").unlink()
         (tmp_path / "text.safetensors").write_text("hello hello")
         if place == tmp_path:
             (tmp_path / "text.safetensors").unlink()

@@ -115,6 +115,30 @@ def test_an_earlier_export_is_replaced_with_force_only_and_leaves_none_of_its_fi
     assert (out / "model.safetensors.bak").read_text() == "mine"
 
 
+@pytest.mark.parametrize(("largest", "files"), [(10**9, 1), (400, 3)])
+def test_files_are_written_below_a_link_to_a_directory(
+    run: tuple[Path, Any], tmp_path: Path, largest: int, files: int
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "scratch").symlink_to("disk")
+    for force in (False, True):
+        place = tmp_path / "scratch" / "model.safetensors"
+        export(ReadableRun.at(run[0]), "newest", place, max_shard_size=largest, force=force)
+        require_equal(loaded(tmp_path / "disk"), run[1])
+        assert len([*(tmp_path / "disk").iterdir()]) == files
+
+
+def test_a_place_that_may_not_be_looked_into_is_said_in_words(
+    run: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(OutputNotWritten, match="Permission denied"):
+        export(ReadableRun.at(run[0]), "newest", tmp_path / "model.safetensors")
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_a_device_is_refused_as_what_it_is(run: tuple[Path, Any], force: bool) -> None:
     with pytest.raises(UsageError, match="/dev/null is no regular file"):
