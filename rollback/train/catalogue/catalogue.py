@@ -23,7 +23,6 @@ class CheckpointStatus(Enum):
     SNAPSHOT = "snapshot"  # in flight
     CANDIDATE = "candidate"  # committed
     GOOD = "good"  # has survived probation
-    LEFT = "left"  # was good in the fast tier, which it has left: the run directory's ring may have it
 
 
 _HELD = (CheckpointStatus.CANDIDATE, CheckpointStatus.GOOD)
@@ -68,7 +67,10 @@ class Catalogue:
         self._probation = probation
         self._entries: dict[str, CatalogueEntry] = {}
         self._on_probation: dict[str, CatalogueEntry] = {}
-        """The snapshots and candidates of them. Every step asks for these, and a long run has thousands of entries."""
+        """The snapshots and candidates of them, for which every step asks."""
+        self._left: dict[str, str] = {}
+        """Manifests of those that were good in the fast tier and have left it: the run directory's ring may have them.
+        As text and without shards, since a long run has thousands of them, and a manifest a line for each rank."""
         self._offered: dict[str, PolicyCheckpoint] = {}
         """What is not held here, and can be fetched from the ring at the URL."""
         for item in held:
@@ -96,19 +98,15 @@ class Catalogue:
             self._on_probation[manifest.name] = entry
 
     def drop(self, name: str) -> None:
-        for known in (self._entries, self._on_probation, self._offered):
+        for known in (self._entries, self._on_probation, self._left, self._offered):
             known.pop(name, None)
 
     def leave(self, name: str) -> None:
-        """Note that a checkpoint leaves the fast tier. A good one can still be restored if the ring has it.
-
-        A long run remembers thousands of these, and a manifest has a line for each of thousands of ranks: not here."""
+        """Note that a checkpoint leaves the fast tier. A good one can still be restored if the ring has it."""
         entry = self._entries[name]
+        self.drop(name)
         if entry.status is CheckpointStatus.GOOD:
-            entry.status, entry.slot = CheckpointStatus.LEFT, None
-            entry.manifest = entry.manifest.model_copy(update={"shards": ()})
-        else:
-            self.drop(name)
+            self._left[name] = entry.manifest.model_copy(update={"shards": ()}).model_dump_json()
 
     def admit(self, manifest: Manifest, good: bool) -> None:
         """Hold a checkpoint again, or one that this attempt has never held."""
@@ -122,9 +120,9 @@ class Catalogue:
         for name, entry in list(self._entries.items()):
             if self.is_held(name) and entry.slot is None and name not in in_ring:
                 self.drop(name)
-            elif entry.status is CheckpointStatus.LEFT and name in in_ring:
-                entry.status = CheckpointStatus.GOOD
-                self._offered.pop(name, None)
+        for name in in_ring:
+            if (left := self._left.get(name)) is not None:
+                self.admit(Manifest.model_validate_json(left), good=True)
 
     def offer(self, remote: Iterable[PolicyCheckpoint]) -> None:
         """Note what the ring at the URL has, as one rank saw it. What is held here need not be fetched."""
