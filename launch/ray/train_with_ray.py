@@ -38,7 +38,10 @@ def on_each_worker(config: dict[str, Any]) -> Any:
     try:
         config["train"](config)
     except SystemExit as end:
-        return end.code
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)  # as Python does, whose status is 1 then
+            return 1
+        return end.code or 0
     return 0
 
 
