@@ -5,13 +5,13 @@ update of the one before is done, and knows the last one without that. All else 
 here too: random states are synchronized, batches moved to their device, and the loader told where it is.
 """
 
-import os
 from typing import Any
 
 from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
 from accelerate.utils import send_to_device, synchronize_rng_states
 
 from rollback.errors import UsageError
+from rollback.train.comm.ranks import announced_ranks
 
 _UNKNOWN = "DEEPSPEED", "MEGATRON_LM", "TP", "XLA"
 _SHARED_BATCHES = {"tp": "tensor", "cp": "context", "sp": "sequence"}
@@ -63,7 +63,7 @@ def require_known_ranks(accelerator: Any) -> None:
             hint="train with DistributedDataParallel, the default (accelerate launch --multi_gpu, or torchrun), or by "
             "the second version of FSDP",
         )
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = announced_ranks()
     if accelerator.num_processes != ranks:
         raise UsageError(
             f"Accelerate knows of {accelerator.num_processes} of {ranks} ranks: each would train by itself on all data",

@@ -48,12 +48,23 @@ class InCollective:
             time.sleep(_MOMENT)
 
 
+def announced_ranks() -> int:
+    """How many ranks there are, by torchrun or whatever started this one; 1: nobody says so. Raises UsageError."""
+    said = os.environ.get("WORLD_SIZE") or "1"
+    if not said.isdecimal():
+        raise UsageError(
+            f"the environment variable WORLD_SIZE is {said!r}, which is no number of ranks",
+            hint="torchrun and rollback launch set it; elsewhere leave it out",
+        )
+    return int(said)
+
+
 class Ranks:
     """The rank, the world size, and the device of the group's collectives."""
 
     def __init__(self) -> None:
         self.distributed = dist.is_initialized()
-        expected = int(os.environ.get("WORLD_SIZE", "1"))
+        expected = announced_ranks()
         if not self.distributed and expected > 1:
             raise UsageError(
                 f"WORLD_SIZE is {expected} but torch.distributed is not initialised",

@@ -1,9 +1,9 @@
 """What Lightning can be told to do, and a guard cannot go along with."""
 
-import os
 from typing import Any
 
 from rollback.errors import UsageError
+from rollback.train.comm.ranks import announced_ranks
 from rollback.trainers.guarded_trainer import refusing, require_none_of
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
@@ -25,7 +25,7 @@ def require_known(trainer: Any) -> None:
     """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
     strategy = trainer.strategy
     kind, launcher = type(strategy).__name__, type(strategy.launcher).__name__
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = announced_ranks()
     taking_one_batch = getattr(strategy, "_tensor_parallel_size", 1)
     require_none_of((
         (trainer.fit_loop.epoch_progress.current.ready > 0, "it has trained already, unprotected",
