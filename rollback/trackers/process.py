@@ -34,14 +34,14 @@ def trackers_beside(
     if not flags:
         yield
         return
-    # Not those that are on record already: the launch that made them has told of them.
-    before = fold_journal(RunPaths(run).train_journal).history.last_attempt
-    own = ["--until-eof", f"--after-attempt={before}"]
-    command = [*program("rollback.__main__"), "track", str(run), *own, *flags]
     again = f"`{shlex.join(['rollback', 'track', str(run), *flags])}` tells them all"
     left = threading.Event()
     with ExitStack() as ends:
         try:
+            # Not those that are on record already: the launch that made them has told of them.
+            before = fold_journal(RunPaths(run).train_journal).history.last_attempt
+            own = ["--until-eof", f"--after-attempt={before}"]
+            command = [*program("rollback.__main__"), "track", str(run), *own, *flags]
             errors = ends.enter_context(tempfile.TemporaryFile())
             # A session of its own: a Ctrl-C in the terminal is the supervisor's to act on.
             process = subprocess.Popen(

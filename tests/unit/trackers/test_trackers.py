@@ -26,6 +26,7 @@ from rollback.errors import ExitCode, OutputNotWritten, UsageError
 from rollback.facts.fact import Fact
 from rollback.facts.training import PassedOver
 from rollback.rundir.metrics.metric_lines import Metric, metric_line
+from rollback.rundir.paths import RunPaths
 from rollback.system.lines import LineWriter
 from rollback.trackers.follow import Reader, follow
 from rollback.trackers.process import trackers_beside
@@ -301,6 +302,17 @@ def test_where_no_process_can_be_made_for_trackers_the_run_goes_on(
     again = f"rollback track {tmp_path / 'run'} --wandb mine"
     told = f"the trackers cannot be started (Resource temporarily unavailable); `{again}` tells them all"
     assert said == [told, "the run"]
+
+
+def test_a_journal_that_cannot_be_read_keeps_the_trackers_from_starting_and_not_the_job(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.train_journal.mkdir(parents=True)
+    said: list[str] = []
+    with trackers_beside(paths.root, ["--wandb", "mine"], said.append):
+        pass
+    (told,) = said
+    assert "the trackers cannot be started" in told
+    assert "rollback track" in told
 
 
 def test_where_no_thread_can_be_made_for_trackers_the_run_goes_on_and_none_is_left(
