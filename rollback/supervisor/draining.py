@@ -78,7 +78,7 @@ class Draining:
         self._looked_at = time.monotonic()
         if not history.attached:
             return
-        settings = Settings.model_validate(history.settings)
+        settings = Settings.model_construct(**history.settings)  # valid when recorded, if by another version's rules
         self._url = settings.ring
         drainer = drainer_for(self._paths, settings, self._own_journal.note, self._say, self._transport)
         if drainer is None:

@@ -108,6 +108,22 @@ def test_that_there_is_no_time_is_said_and_waited_for_once(tmp_path: Path, monke
     assert [line.partition(" ")[0] for line in said] == ["the", "there"]
 
 
+def test_a_run_that_another_version_attached_is_drained_by_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def drainer_for(_: RunPaths, settings: Any, *__: object) -> Copying:
+        given.append(settings)
+        return Copying(None, done=True)
+
+    monkeypatch.setattr(draining, "drainer_for", drainer_for)
+    side = Draining(RunPaths(tmp_path), SimpleNamespace(note=None), lambda text: None)  # type: ignore[arg-type]
+    recorded = {"keep": 5, "a_setting_that_is_gone": 1, "lr_after": "0.001:100"}
+    side.follow(SimpleNamespace(attached=True, settings=recorded))  # type: ignore[arg-type]
+    assert (given[0].keep, given[0].ring, given[0].checkpoint_every) == (5, None, "auto")
+
+
 @pytest.mark.parametrize("done", [False, True])
 def test_who_was_told_to_end_now_does_not_wait_for_the_record_as_long_as_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: bool
