@@ -14,15 +14,9 @@ from rollback.facts import training as facts
 from rollback.rundir.journal.journal import read_journal
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
+from rollback.supervisor.diagnosis.attempt_record import got_further
 from rollback.supervisor.diagnosis.blamed_data import blame, comes_again
-from rollback.supervisor.diagnosis.evidence import (
-    TrainJournal,
-    furthest_step,
-    gather,
-    got_further,
-    newest_there,
-    rank_ends,
-)
+from rollback.supervisor.diagnosis.evidence import TrainJournal, furthest_step, gather, newest_there, rank_ends
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEnding, AttemptEvidence, ending, reason_of
 from rollback.supervisor.draining import Draining
@@ -98,9 +92,9 @@ class Attempts:
                 self._begin_record()
             if end != "failed" or (first is not None and first.is_behind(evidence.finished)):
                 return self._finish(end, evidence, first)
-            records, before = (self._patiently(partial(self._journal.records, of)) for of in (attempt, attempt - 1))
+            record, before = (self._patiently(partial(self._journal.of_attempt, of)) for of in (attempt, attempt - 1))
             told = self._patiently(lambda: read_journal(self._paths.supervisor_journal).records)
-            further = got_further(records, evidence.furthest, best, before=before)
+            further = got_further(record, evidence.furthest, best, before)
             progressed = further and not comes_again(first, attempt, told)
             best = max((step for step in (best, evidence.furthest) if step is not None), default=None)
             blamed = self._blame(first, attempt, told)
@@ -254,12 +248,13 @@ class Attempts:
         try:
             if not attached:
                 self._keep_lock()  # before the journal is looked at, which is another one where the run was moved away
-            if not attached and self._journal.has_attached(attempt):
+            if not attached and self._journal.of_attempt(attempt).attached:
                 attached = True
                 self._nodes.attached()
                 self._begin_record()
             if attached:  # until then the newest settings are those of an earlier launch, and may name another ring
                 self._draining.look(lambda: self._journal.history)
+                self._journal.keep_up()
         except JournalDamaged:
             raise
         except RunDirectoryError:

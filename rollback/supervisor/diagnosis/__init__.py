@@ -1,4 +1,4 @@
 """What ended an attempt, and whether a job hangs: evidence in, a finding out. Ends and starts nothing.
 
-outcome, first_cause, blamed_data and hang are pure.
+attempt_record, outcome, first_cause, blamed_data and hang are pure.
 """

@@ -1,54 +1,53 @@
 """The evidence about an attempt, from the run directory, rank 0 and torchrun's process. Writes nothing."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.resume import is_provisional
-from rollback.facts.history import History, fold, furthest_of, in_durable_ring
-from rollback.facts.training import (
-    Attached,
-    Committed,
-    Fact,
-    FinalStateLost,
-    Finished,
-    Hung,
-    JournalEntry,
-    LastSaveFailed,
-    Restored,
-    Stopped,
-)
+from rollback.errors import JournalDamaged, RunDirectoryError
+from rollback.facts.history import History, fold, in_durable_ring
+from rollback.facts.training import Hung, Stopped
 from rollback.rundir.failures import read_failures
 from rollback.rundir.heartbeats import Heartbeat, UnrecordedEnd, read_all_heartbeats
 from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.supervisor.diagnosis.attempt_record import AttemptRecord
 from rollback.supervisor.diagnosis.first_cause import RankEnd
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, HostOutcome
 
-_Fact = TypeVar("_Fact", bound=Fact)
+_KEEPS_UP_EVERY = 10.0  # seconds
 
 
 class TrainJournal:
     """The ranks' journal. Each line is read once, since the journal is read ten times a second.
 
-    It keeps the entries of two attempts: a launch of months has too many of them to keep all.
-
-    past: the attempts before this launch; None: there are none.
+    It keeps the records of two attempts. past: the attempts before this launch; None: there are none.
     """
 
     def __init__(self, path: Path, past: FoldedJournal | None = None) -> None:
         self._tail = JournalTail(path, past.reading if past else None)
         self._history = past.history if past else History()
-        self._of_attempt: dict[int, list[JournalEntry]] = {}
+        self._of_attempt: dict[int, AttemptRecord] = {}
+        self._read_at = time.monotonic()
+        self._damage: JournalDamaged | None = None
 
     def _read(self) -> None:
+        self._read_at = time.monotonic()
+        if self._damage is not None:
+            raise self._damage
         new = self._tail.new()
-        fold(new, self._history)
-        for record in new:
-            self._of_attempt.setdefault(record.attempt, []).append(record)
+        try:
+            fold(new, self._history)
+        except JournalDamaged as error:
+            self._damage = error  # the lines are read
+            raise
+        for entry in new:
+            self._of_attempt.setdefault(entry.attempt, AttemptRecord()).take(entry)
         for attempt in sorted(self._of_attempt)[:-2]:
             del self._of_attempt[attempt]
 
@@ -58,16 +57,20 @@ class TrainJournal:
         self._read()
         return self._history
 
-    def records(self, attempt: int) -> list[JournalEntry]:
-        """Facts of the ranks of one of the last two attempts of this launch that have any; none of earlier ones.
+    def of_attempt(self, attempt: int) -> AttemptRecord:
+        """The record of one of the last two attempts of this launch that have any; of an earlier one it is empty.
 
         Raises JournalDamaged or RunDirectoryError.
         """
         self._read()
-        return list(self._of_attempt.get(attempt, ()))
+        return self._of_attempt.get(attempt, AttemptRecord())
 
-    def has_attached(self, attempt: int) -> bool:
-        return any(isinstance(record.fact, Attached) for record in self.records(attempt))
+    def keep_up(self) -> None:
+        """Read on from time to time, so that a long attempt does not leave all of it to be read when it has ended, in
+        front of the next one. What cannot be read is left for then."""
+        if time.monotonic() - self._read_at > _KEEPS_UP_EVERY:
+            with contextlib.suppress(RunDirectoryError):
+                self._read()
 
 
 def furthest_step(paths: RunPaths, told: int | None, attempt: int | None = None) -> int | None:
@@ -77,29 +80,6 @@ def furthest_step(paths: RunPaths, told: int | None, attempt: int | None = None)
     if attempt is not None:
         steps += [record.step for record in read_failures(paths.failures(attempt)).values()]
     return max(steps, default=None)
-
-
-def got_further(
-    records: Iterable[JournalEntry], step: int | None, best: int | None, *, before: Iterable[JournalEntry] = ()
-) -> bool:
-    """Whether an attempt made progress.
-
-    It did if it went further than all attempts before, or if it left a checkpoint after the one it began with: after a
-    rollback a run repeats steps and still makes progress. Not so where it began where the attempt before it did: what
-    that one left was of no use, as a checkpoint of an epoch's end is none to a script whose evaluation fails there
-    each time. step: the furthest step of the attempt. best: that of all attempts before; None: this is the first
-    attempt. before: the records of the attempt before it.
-    """
-    began: int | None = None
-    began_before = {record.fact.step for record in before if isinstance(record.fact, Attached)}
-    for record in records:
-        if isinstance(record.fact, Attached):
-            began = record.fact.step
-        elif began is None or began in began_before:
-            continue
-        elif isinstance(record.fact, Committed) and record.fact.step > began:
-            return True
-    return step is not None and step > (best or 0)
 
 
 def gather(
@@ -112,12 +92,12 @@ def gather(
     hung: Hung | None = None,
 ) -> AttemptEvidence:
     """All evidence about how an attempt ended. Call it when all its processes are gone."""
-    records = journal.records(attempt)
-    finished, lost, stopped = _last(records, Finished), _last(records, FinalStateLost), _last(records, Stopped)
+    record = journal.of_attempt(attempt)
+    finished, lost, stopped = record.finished, record.final_state_lost, record.stopped
     unrecorded, complete = left.unrecorded, None
     if unrecorded is not None and unrecorded.step in {end.step for end in (finished, lost, stopped) if end is not None}:
         unrecorded = None  # the disk had room again before the rank ended
-    told = furthest_of(records)
+    told = record.furthest
     if unrecorded is not None:
         told, lacking = max(told or 0, unrecorded.step), f"{paths.train_journal}: {unrecorded.why}"
         match unrecorded.how:
@@ -132,13 +112,13 @@ def gather(
     return AttemptEvidence(
         left=left,
         told_to_stop=told_to_stop,
-        attached=unrecorded is not None or any(isinstance(record.fact, Attached) for record in records),
+        attached=unrecorded is not None or record.attached,
         stopped=stopped,
         finished=finished,
         final_state_lost=lost,
-        save_failed=_last(records, LastSaveFailed),
+        save_failed=record.save_failed,
         checkpoint_step=newest_there(paths, journal.history),
-        step=unrecorded.step if unrecorded else _step_since_rollback(paths, records, attempt, left.kept, furthest),
+        step=unrecorded.step if unrecorded else _step_since_rollback(paths, record, attempt, left.kept, furthest),
         furthest=furthest,
         hung=hung,
         unrecorded=complete,
@@ -147,19 +127,18 @@ def gather(
 
 def _step_since_rollback(
     paths: RunPaths,
-    records: Sequence[JournalEntry],
+    record: AttemptRecord,
     attempt: int,
     kept: LastSnapshotResult | None,
     furthest: int | None,
 ) -> int | None:
     """How far an attempt had come at its end. A heartbeat may be from before a rollback in it; a failure record and the
     newest end mark are not."""
-    for at, record in reversed([*enumerate(records)]):
-        if isinstance(record.fact, Restored) and record.fact.route == "in_process":
-            steps = [failure.step for failure in read_failures(paths.failures(attempt)).values()]
-            marked = kept.furthest if kept is not None else None
-            return max(record.fact.step, furthest_of(records[at:]) or 0, marked or 0, *steps)
-    return furthest
+    if record.restored is None:
+        return furthest
+    steps = [failure.step for failure in read_failures(paths.failures(attempt)).values()]
+    marked = kept.furthest if kept is not None else None
+    return max(record.since_restored or 0, marked or 0, *steps)
 
 
 def newest_there(paths: RunPaths, history: History) -> int | None:
@@ -174,17 +153,6 @@ def newest_there(paths: RunPaths, history: History) -> int | None:
     names = {place.name for place in here} | in_durable_ring(fold_journal(paths.supervisor_journal).history)
     names -= {place.name for place in here if is_provisional(history, place.manifest)}
     return max((CheckpointName(name).step for name in names), default=None)
-
-
-def _last(records: Iterable[JournalEntry], kind: type[_Fact]) -> _Fact | None:
-    """The last fact of that kind since the ranks attached last: one process may train several times."""
-    found = None
-    for record in records:
-        if isinstance(record.fact, Attached):
-            found = None
-        elif isinstance(record.fact, kind):
-            found = record.fact
-    return found
 
 
 def rank_ends(paths: RunPaths, attempt: int, left: HostOutcome) -> list[RankEnd]:

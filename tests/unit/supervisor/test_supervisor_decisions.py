@@ -42,19 +42,21 @@ from rollback.facts.training import (
     Finished,
     JournalEntry,
     LastSaveFailed,
+    Restored,
     RunEnded,
     Signalled,
     Stopped,
 )
 from rollback.instructions import program
 from rollback.rundir.heartbeats import read_all_heartbeats
-from rollback.rundir.journal.journal import Journal, last_fact, read_journal
+from rollback.rundir.journal.journal import Journal, JournalTail, last_fact, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import patience
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import Claim
-from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
+from rollback.supervisor.diagnosis.attempt_record import AttemptRecord, got_further
+from rollback.supervisor.diagnosis.evidence import TrainJournal
 from rollback.supervisor.diagnosis.first_cause import FirstCause
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import (
@@ -621,8 +623,11 @@ def test_who_was_killed_did_not_fail_by_himself(status: int, exitcodes: list[int
 
 class TestProgress:
     @staticmethod
-    def records(*facts: Fact) -> list[JournalEntry]:
-        return [JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts)]
+    def record(*facts: Fact) -> AttemptRecord:
+        record = AttemptRecord()
+        for seq, fact in enumerate(facts):
+            record.take(JournalEntry(seq=seq, at="", attempt=1, fact=fact))
+        return record
 
     attached = attached_at(50)
 
@@ -637,32 +642,80 @@ class TestProgress:
     def test_a_step_counts_where_no_attempt_was_before(
         self, step: int | None, best: int | None, expected: bool
     ) -> None:
-        assert got_further([], step, best) is expected
+        assert got_further(AttemptRecord(), step, best, AttemptRecord()) is expected
 
     def test_a_checkpoint_beyond_the_one_it_began_with_counts_also_after_a_rollback(self) -> None:
-        assert got_further(self.records(self.attached, self.committed(100)), 110, 500)
+        assert got_further(self.record(self.attached, self.committed(100)), 110, 500, AttemptRecord())
 
     def test_the_checkpoint_that_it_began_with_does_not_count(self) -> None:
-        assert not got_further(self.records(self.attached, self.committed(50)), 60, 500)
+        assert not got_further(self.record(self.attached, self.committed(50)), 60, 500, AttemptRecord())
 
     def test_a_checkpoint_that_the_next_attempt_could_not_begin_with_does_not_count_again(self) -> None:
         """A script whose evaluation fails behind an epoch's end would else be started for ever."""
-        records = self.records(self.attached, self.committed(100))
-        assert got_further(records, 100, None)
-        assert not got_further(records, 100, 100, before=records)
-        elsewhere = self.records(self.attached.model_copy(update={"step": 40}), self.committed(50))
-        assert got_further(records, 100, 100, before=elsewhere)
+        record = self.record(self.attached, self.committed(100))
+        assert got_further(record, 100, None, AttemptRecord())
+        assert not got_further(record, 100, 100, record)
+        elsewhere = self.record(self.attached.model_copy(update={"step": 40}), self.committed(50))
+        assert got_further(record, 100, 100, elsewhere)
 
-    def test_a_launch_of_thousands_of_attempts_keeps_the_entries_of_two(self, tmp_path: Path) -> None:
+    def test_how_it_ended_counts_from_when_its_ranks_attached_last(self) -> None:
+        first, second = (Finished(step=step, batch=step, checkpoint="c", by="the loop") for step in (10, 20))
+        assert self.record(self.attached, first, self.attached).finished is None
+        assert self.record(self.attached, first, self.attached, second).finished == second
+
+    def test_a_launch_of_thousands_of_attempts_keeps_the_records_of_two(self, tmp_path: Path) -> None:
         path, kept = tmp_path / "journal" / "train.jsonl", {}
         found = TrainJournal(path)
         for attempt in range(1, 6):
             journal = Journal(path, attempt)
             journal.append(self.committed(attempt))
             journal.close()
-            assert len(found.records(attempt)) == 1
-            kept = {other: len(found.records(other)) for other in range(1, attempt + 1)}
-        assert kept == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+            assert found.of_attempt(attempt).furthest == attempt
+            kept = {other: found.of_attempt(other).furthest for other in range(1, attempt + 1)}
+        assert kept == {1: None, 2: None, 3: None, 4: 4, 5: 5}
+
+    def test_what_a_long_attempt_has_told_is_read_while_it_runs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "journal" / "train.jsonl"
+        journal = Journal(path, 1)
+        journal.append(self.attached)
+        found = TrainJournal(path)
+        assert found.of_attempt(1).attached
+        journal.append(self.committed(60))
+        read: list[int] = []
+        new = JournalTail.new
+
+        def noted(tail: JournalTail) -> list[JournalEntry]:
+            entries = new(tail)
+            read.extend(entry.seq for entry in entries)
+            return entries
+
+        monkeypatch.setattr(JournalTail, "new", noted)
+        found.keep_up()
+        assert read == [], "it has been read a moment ago"
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+        found.keep_up()
+        assert read == [1]
+        journal.close()
+
+    def test_a_contradiction_that_was_met_in_passing_is_told_at_the_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "journal" / "train.jsonl"
+        journal = Journal(path, 1)
+        journal.append(self.attached)
+        gone_back = {"checkpoint": "c", "step": 40, "batch": 40, "steps_lost": 1, "seconds": 0.1, "route": "in_process"}
+        journal.append(Restored(incident=7, **gone_back))  # type: ignore[arg-type]
+        journal.close()
+        found = TrainJournal(path)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+        found.keep_up()
+        for _ in range(2):
+            with pytest.raises(JournalDamaged, match="contradicts"):
+                found.of_attempt(1)
 
 
 class TestCommand:
