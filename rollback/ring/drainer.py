@@ -196,7 +196,8 @@ class Drainer:
         phase = self._phase
         try:
             self._work(phase)
-        except (RollbackError, OSError) as error:
+        except Exception as raised:  # noqa: BLE001 - a file system's own, say: of a thread that has died nobody hears
+            error = raised if isinstance(raised, RollbackError | OSError) else RingUnavailable(repr(raised))
             self._opened = False  # whether what was under way was done there is found out
             if phase is DrainPhase.FINISHING and (left := self._left_to_wait(error)) > 0.0:
                 self._pause(phase, min(_FIRST_WAIT, left))

@@ -87,6 +87,30 @@ def test_a_ring_that_was_away_for_days_is_filled_again(tmp_path: Path, monkeypat
     assert drainer.wait(DrainPhase.CLOSED, 60)
 
 
+class BreaksOnce(AwayForDays):
+    """A file system whose own error nobody has foreseen."""
+
+    def open(self) -> None:
+        self.tries += 1
+        if self.tries == 1:
+            raise KeyError("ETag")
+        self.reached.set()
+
+
+def test_an_error_that_nobody_has_foreseen_is_told_and_what_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "_FIRST_WAIT", 0.0)
+    ring, facts, told = BreaksOnce(), list[Fact](), list[str]()
+    drainer = Drainer(RunPaths(tmp_path), ring, DrainPace.parse("10"), 3, facts.append, told.append)  # type: ignore[arg-type]
+    drainer.start()
+    assert ring.reached.wait(60)
+    drainer.close()
+    assert drainer.wait(DrainPhase.CLOSED, 60)
+    assert "KeyError('ETag'); it is tried again" in told[0]
+    assert [type(fact) for fact in facts] == [DrainFailed]
+
+
 class FailsOnce(AwayForDays):
     """A ring that cannot be reached at the first try. writes: whether keeping the record writes anything there."""
 
