@@ -155,14 +155,15 @@ class ShardCopier:
                         return
                     self._copy(wanted, file, place, let_go)
                     publisher.show(done=(*publisher.record.done, *file.shards))
-        except (RollbackError, OSError, IndexError) as error:
+        except Exception as error:  # noqa: BLE001 - a file system's own, say: who waits for this host is told
             kind: CopyFault = next((kind for kind, its in ERRORS.items() if isinstance(error, its)), "unavailable")
             if isinstance(error, IndexError):
                 kind = "damaged"
             # What was read of it may have been another one's by then.
             if kind != "unavailable" and place is not None and tiers.has_left(place):
                 kind = "left"
-            publisher.show(fault=f"{self._host}: {message_of(error)}", kind=kind)
+            told = message_of(error) if isinstance(error, RollbackError | OSError | IndexError) else repr(error)
+            publisher.show(fault=f"{self._host}: {told}", kind=kind)
 
     @staticmethod
     def _files(wanted: CopyRequest, manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:

@@ -387,6 +387,18 @@ def test_a_part_that_leaves_its_slot_while_it_is_copied_is_not_taken_for_damaged
         run.put(run.ring_in_run(), name)
 
 
+def test_an_error_that_nobody_has_foreseen_on_another_host_is_told_to_who_waits_for_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(source: Path, target: Path, shard: ShardRecord) -> None:
+        raise KeyError("ETag")
+
+    name = run.into_slots(1, 10)
+    monkeypatch.setattr(shard_copier, "copy_shard", broken)
+    with run.helped(), pytest.raises(RingUnavailable, match=r"KeyError\('ETag'\)"):
+        run.put(run.ring_in_run(), name)
+
+
 def refuse_to_read(slot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(directory: Path, **how: bool) -> Manifest:
         if directory == slot:
