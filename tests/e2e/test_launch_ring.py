@@ -157,7 +157,7 @@ def test_a_stop_signal_ends_a_launch_that_still_fetches(
         assert "told to stop while the newest state was fetched" in output
         server.refuses = lambda request: False
         status, output = other.finish("", "--ring", url)
-        assert (status, "fetching the record of run" in output) == (ExitCode.DONE, True), output
+        assert (status, "fetching checkpoint" in output) == (ExitCode.DONE, True), output
 
 
 def test_a_stop_signal_ends_a_launch_whose_url_does_not_answer_yet(

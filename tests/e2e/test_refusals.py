@@ -410,6 +410,11 @@ def test_a_number_of_epochs_that_is_none(tmp_path: Path, count: Any) -> None:
     guard = make(tmp_path / "run")
     with pytest.raises(UsageError, match="epochs"):
         guard.epochs(count)
+    guard.close()
+
+
+def test_no_epochs_are_a_number_of_epochs(tmp_path: Path) -> None:
+    guard = make(tmp_path / "run")
     assert list(guard.epochs(0)) == []
     guard.close()
 
