@@ -1,8 +1,10 @@
 """Files that a reading command was asked to write: whole or not at all. A device or a pipe is written as it is."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rollback.errors import OutputNotWritten, UsageError, reporting
@@ -32,11 +34,23 @@ def without_links(output: Path) -> Path:
     return Path(os.path.realpath(output.parent)) / output.name
 
 
+def stream_at(output: Path) -> int | None:
+    """The descriptor, where an output is what this command prints to and that goes to a file, as `/dev/stdout` in
+    `rollback report RUN -o /dev/stdout > FILE`. A file in its place would get what FILE was to have, and be everybody's
+    `/dev/stdout` where root writes it."""
+    for descriptor in (1, 2):
+        with suppress(OSError):  # closed
+            if output.is_file() and os.path.samestat(os.stat(output), os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
 @contextmanager
 def replacing(output: Path, run: Path | None = None) -> Iterator[Path]:
     """A path to write to, which becomes `output` at the end, replacing a file that is there, and vanishes on an error.
 
-    Where `output` is no regular file (`/dev/null`, `/dev/stdout`) it is that path itself: nothing takes its place.
+    Where `output` is no regular file (`/dev/null`, a pipe) it is that path itself: nothing takes its place. Nor does
+    anything where it is what this command prints to (`stream_at`).
     Raises as `require_place`, and OutputNotWritten where the disk refuses, also for an OSError of the body.
     """
     require_place(output, run)
@@ -44,6 +58,12 @@ def replacing(output: Path, run: Path | None = None) -> Iterator[Path]:
     temporary = output if through else place.with_name(f".{output.name}.{os.getpid()}.tmp")
     hint = "check the permissions and the free space there; what was there before is untouched"
     with reporting(OutputNotWritten, f"writing {output}", hint):
+        if (stream := stream_at(output)) is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                yield (path := Path(folder, output.name))
+                with open(path, "rb") as file, open(stream, "wb", closefd=False) as printed:
+                    shutil.copyfileobj(file, printed)  # behind what is there already, as of `>> FILE`
+            return
         try:
             yield temporary
             if through:

@@ -20,7 +20,7 @@ from rollback.inspect.ring.verify import misfits
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.paths import RunPaths
 from rollback.system.durable import sync_directory
-from rollback.terminal.files import replacing, require_place, without_links
+from rollback.terminal.files import replacing, require_place, stream_at, without_links
 
 MAX_SHARD_SIZE = 5 * 10**9
 """Bytes of tensors in a file, as transformers saves them."""
@@ -75,9 +75,9 @@ def export(
     Raises UsageError, NoUsableCheckpoint, CheckpointUnusable, RunDirectoryError, RunDoesNotFit or OutputNotWritten.
     """
     require_place(output, run.root)
-    if output.exists() and not output.is_file():
+    if (output.exists() and not output.is_file()) or stream_at(output) is not None:
         raise UsageError(
-            f"{output} is no regular file: tensors are not written to it",
+            f"{output} is no regular file of its own: tensors are not written to it",
             hint="name a file; to read a checkpoint and write nothing, `rollback ring verify RUN NAME`",
         )
     output = without_links(output)

@@ -1,5 +1,7 @@
 """Where a command that was asked for a file may write it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,18 @@ def test_what_a_link_leads_into_the_run_directory_is_refused(tmp_path: Path) -> 
     ):
         with pytest.raises(UsageError, match="run directory"):
             refuse()
+
+
+def test_what_a_command_prints_to_gets_the_output_and_keeps_its_place(tmp_path: Path) -> None:
+    """`-o /dev/stdout >> FILE`: as root, /dev/stdout would be a file of everybody's from then on."""
+    stdout, file = tmp_path / "stdout", tmp_path / "file"
+    stdout.symlink_to("/proc/self/fd/1")
+    file.write_text("before\n")
+    script = (
+        "import sys; from pathlib import Path; from rollback.terminal.files import replacing\n"
+        "with replacing(Path(sys.argv[1])) as path: path.write_text('page')"
+    )
+    with open(file, "a") as printed:
+        subprocess.run([sys.executable, "-c", script, str(stdout)], stdout=printed, check=True, timeout=60)
+    assert stdout.is_symlink()
+    assert file.read_text() == "before\npage"

@@ -141,7 +141,7 @@ def test_a_place_that_may_not_be_looked_into_is_said_in_words(
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_device_is_refused_as_what_it_is(run: tuple[Path, Any], force: bool) -> None:
-    with pytest.raises(UsageError, match="/dev/null is no regular file"):
+    with pytest.raises(UsageError, match="/dev/null is no regular file of its own"):
         export(ReadableRun.at(run[0]), "newest", Path("/dev/null"), force=force)
 
 
