@@ -303,7 +303,7 @@ def _over(by: str) -> UsageError:
         f"training is complete, by {by}, and the script loops over the guard again: no checkpoint would keep what it "
         "trains there",
         hint="count all epochs in one `guard.epochs(n)`, also where they are of several phases: the same command then "
-        "goes on from this end. What trains nothing, as an evaluation, takes its batches from the loader",
+        "goes on from this end. What trains nothing, as an evaluation, takes its batches from a loader of its own",
     )
 
 

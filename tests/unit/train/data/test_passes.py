@@ -244,6 +244,7 @@ def test_what_asks_for_batches_behind_the_last_epoch_is_refused(more: Callable[[
     with pytest.raises(UsageError, match=r"is complete, by guard\.epochs\(1\), and the script") as refused:
         more(passes)
     assert "one `guard.epochs(n)`" in str(refused.value.hint)
+    assert "a loader of its own" in str(refused.value.hint), "what a script has of Accelerate is the guard's"
 
 
 def test_a_body_that_does_not_iterate_over_the_guard_is_told_so() -> None:
