@@ -50,7 +50,7 @@ class InCollective:
 
 def announced_ranks() -> int:
     """How many ranks there are, by torchrun or whatever started this one; 1: nobody says so. Raises UsageError."""
-    said = os.environ.get("WORLD_SIZE") or "1"
+    said = os.environ.get("WORLD_SIZE", "").strip() or "1"
     if not said.isdecimal():
         raise UsageError(
             f"the environment variable WORLD_SIZE is {said!r}, which is no number of ranks",

@@ -6,7 +6,7 @@ from rollback.errors import UsageError
 from rollback.train.comm.ranks import Ranks, announced_ranks
 
 
-@pytest.mark.parametrize("said", ["", "1"])
+@pytest.mark.parametrize("said", ["", "1", " 1\n"])
 def test_a_rank_by_itself_needs_no_group(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", said)
     assert Ranks().world_size == 1
