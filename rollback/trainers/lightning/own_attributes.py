@@ -48,15 +48,15 @@ class OwnAttributes:
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self._loaded, held = {*kept}, {**vars(self._module)}
-        states = {name: kept.get(name, self._first.get(name, _ABSENT)) for name in {**kept, **self.state_dict()}}
-        for name, state in states.items():
+        self._loaded, held, states = {*kept}, {**vars(self._module)}, {**self._first, **kept}
+        for name in {**kept, **self.state_dict()}:
             present = held.get(name)
-            alike = {marshal.dumps(states.get(other), 2) for other, item in held.items() if item is present}
-            self._put(name, state, present if len(alike) == 1 else None)
+            here = (states.get(other, _ABSENT) for other, item in held.items() if item is present)
+            values = {marshal.dumps(state, 2) for state in here if "value" in state}
+            self._put(name, states.get(name, _ABSENT), present if len(values) == 1 else None)
 
     def _put(self, name: str, state: dict[str, Any], present: Any) -> None:
-        """present: what it is, to be filled; None where it is another attribute, too, that is to be something else."""
+        """present: what it is, to be filled; None where it is another attribute, too, that is to have another value."""
         held = vars(self._module)
         if name in self._others:
             return  # the script of a resumed run has made an object of it

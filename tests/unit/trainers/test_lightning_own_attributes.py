@@ -152,9 +152,25 @@ def test_two_attributes_that_have_one_object_now_are_two_again(make: Any) -> Non
     other.late = other.best
     again.load_state_dict(kept)
     assert (other.best, other.late) == ({"step": 3}, {"step": 7})
+    other.late = other.losses = []
+    again.load_state_dict({"late": {"value": [1.0]}})
+    assert (other.late, other.losses) == ([1.0], []), "of which one is as it was when training began"
     shared = other.losses = other.late = [1.0]
     kept = again.state_dict()
     shared.append(2.0)
     again.load_state_dict(kept)
     assert shared == [1.0]
     assert other.losses is other.late is shared
+
+
+def test_an_attribute_that_is_to_go_takes_no_object_from_another_one(make: Any) -> None:
+    """`self.window = self.losses`, which a rollback leads back before: a callback may have that list, too."""
+    module, attributes = make()
+    module.losses.append(1.0)
+    kept, shared = attributes.state_dict(), module.losses
+    module.window = shared
+    shared.append(2.0)
+    attributes.load_state_dict(kept)
+    assert not hasattr(module, "window")
+    assert module.losses is shared
+    assert shared == [1.0]
