@@ -232,14 +232,18 @@ def _has_numbers(value: Any, depth: int = 4) -> bool:
 
 def is_meter(value: Any) -> bool:
     """Whether it adds up what it is told of, as an `AverageMeter` or a metric of torchmetrics: what is in it has no
-    name in the script, so nothing of it is put back. Also a list or a dict that has one. Not what has a state to be
-    kept by."""
-    match value:
-        case dict():
-            return any(map(_adds_up, _first_of(value.values())))
-        case list() | tuple():
-            return any(map(_adds_up, _first_of(value)))
-    return _adds_up(value)
+    name in the script, so nothing of it is put back. Also a list or a dict that has one, as {"train": {"loss": meter}}.
+    Not what has a state to be kept by."""
+    return any(map(_adds_up, _first_of(_parts(value))))
+
+
+def _parts(value: Any, depth: int = 2) -> Iterator[Any]:
+    """What lies in lists and dicts, so deep."""
+    if depth and isinstance(value, dict | list | tuple):
+        for item in _first_of(value.values() if isinstance(value, dict) else value):
+            yield from _parts(item, depth - 1)
+    else:
+        yield value
 
 
 def _adds_up(value: Any) -> bool:

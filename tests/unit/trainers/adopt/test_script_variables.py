@@ -452,7 +452,8 @@ def test_a_history_that_was_empty_is_so_behind_a_rollback(in_place: bool, behind
      ([], False), (["text"], False), ({"loss": torch.zeros(99)}, False), (Thing(), False), (2.5, False),
      ([(5, 0.5)], True), ([{"loss": 0.5}], True), ([torch.zeros(2)], True), ({"loss": [0.5]}, True),
      ([("a", "b")], False),
-     (Meter(), True), ({"loss": Meter()}, True), (Logger(), True), (Lookup(), False), (within_itself(), False)],
+     (Meter(), True), ({"loss": Meter()}, True), ({"train": {"loss": Meter()}}, True), (Logger(), True),
+     (Lookup(), False), (within_itself(), False)],
 )  # fmt: skip
 def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
     found: list[str] = []
