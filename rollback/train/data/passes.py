@@ -178,7 +178,8 @@ class Passes:
 
     def advice(self) -> Iterator[AdviceText]:
         """Advice about the pass that has begun."""
-        if self._loop is OuterLoop.SCRIPT and self._next > 1 and self._cursor.has_epochs:
+        counts = self._loop is OuterLoop.SCRIPT and self._next > 1 and self.state is not PassState.LAST
+        if counts and self._cursor.has_epochs:
             yield PLAIN_EPOCH_LOOP
         if self._own_epoch is not None and self._own_epoch >= _LATE:
             yield OWN_SNAPSHOT_EPOCH.of(told=self._own_epoch, epoch=self._cursor.epoch)

@@ -247,6 +247,18 @@ def test_what_asks_for_batches_behind_the_last_epoch_is_refused(more: Callable[[
     assert "a loader of its own" in str(refused.value.hint), "what a script has of Accelerate is the guard's"
 
 
+def test_of_a_pass_behind_the_end_it_is_not_said_that_the_script_counts_its_epochs() -> None:
+    """It may be the loop of `guard.epochs` that `max_steps` has cut short, and a look whether a batch is left."""
+    cursor = at(0)
+    passes = passes_of(cursor)
+    for _ in passes.epochs(3):
+        passes.start_pass()
+        cursor.end_epoch()
+        passes.end(final=True)
+    passes.start_pass()
+    assert [*passes.advice()] == []
+
+
 def test_a_body_that_does_not_iterate_over_the_guard_is_told_so() -> None:
     epochs = passes_of(at(0)).epochs(3)
     next(epochs)
